@@ -1,0 +1,5 @@
+"""Compiled kernels for PyTorch."""
+
+from pyops._library import which
+
+__all__ = ["which"]

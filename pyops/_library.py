@@ -1,0 +1,148 @@
+"""Loading of the compiled library, registration of ops with torch, and the answer to "which kernel serves this?"."""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import os
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+LIBRARY_PATH = Path(__file__).parent / "lib" / "libpyops.so"
+_FRAGMENT = torch.library.Library("pyops", "FRAGMENT")
+
+
+class Op(NamedTuple):
+    """What was registered for one op."""
+
+    name: str
+    schema: str
+    triton: bool
+    uses_amx: Callable[..., bool]
+
+
+OPS: dict[str, Op] = {}
+
+
+@functools.cache
+def load() -> bool:
+    """Loads libpyops.so, which registers schemas and kernels; False (and one warning) where there is none."""
+    if not LIBRARY_PATH.exists():
+        warnings.warn(
+            "pyops runs without its compiled library (not built): every op uses its plain torch reference. "
+            "Build it with `pip install --no-build-isolation .` where a C++ compiler is available.",
+            RuntimeWarning,
+            stacklevel=2,
+        )
+        return False
+    from pyops import _C  # links libpyops.so, whose static initialisers register the ops
+
+    _C.cpu_info()  # reads PYOPS_CPU_ISA, so that a wrong value is reported here and not inside a kernel
+    return True
+
+
+def _has_kernel(name: str, key: str) -> bool:
+    return torch._C._dispatch_has_kernel_for_dispatch_key(f"pyops::{name}", key)
+
+
+def register(
+    name: str,
+    schema: str,
+    *,
+    reference: Callable,
+    fake: Callable,
+    cuda: Callable | None = None,
+    vmap: Callable | None = None,
+    backward: Callable | None = None,
+    setup_context: Callable | None = None,
+    uses_amx: Callable[..., bool] = lambda *args, **kwargs: False,
+) -> None:
+    """Registers one op with torch.
+
+    Args:
+        name: the op, as in ``torch.ops.pyops.<name>``.
+        schema: its arguments and results, ``"(Tensor g, float eps) -> Tensor"``; defined here unless the compiled
+            library defined it.
+        reference: plain torch, for any device that has no kernel.
+        fake: shapes, strides and dtypes of the results for ``torch.compile``.
+        cuda: launcher of the Triton kernel; registered when Triton is installed and the compiled library has no
+            CUDA kernel for the op.
+        vmap, backward, setup_context: as in ``torch.library.register_vmap`` and ``register_autograd``.
+        uses_amx: whether the CPU kernel would use AMX tiles for these arguments; only ``which`` asks.
+    """
+    load()
+    if not hasattr(torch.ops.pyops, name):
+        _FRAGMENT.define(name + schema)
+    _FRAGMENT.impl(name, _guarded(name, reference), "CompositeExplicitAutograd")
+    triton = cuda is not None and importlib.util.find_spec("triton") is not None and not _has_kernel(name, "CUDA")
+    if triton:
+        _FRAGMENT.impl(name, cuda, "CUDA")
+    qualified = f"pyops::{name}"
+    torch.library.register_fake(qualified, fake, lib=_FRAGMENT)
+    if vmap is not None:
+        torch.library.register_vmap(qualified, vmap, lib=_FRAGMENT)
+    if backward is not None:
+        torch.library.register_autograd(qualified, backward, setup_context=setup_context, lib=_FRAGMENT)
+    OPS[name] = Op(name, schema, triton, uses_amx)
+
+
+def _guarded(name: str, reference: Callable) -> Callable:
+    """The reference, which says once per device that it stands in for a kernel, or raises under PYOPS_STRICT=1."""
+    told: set[str] = set()
+
+    @functools.wraps(reference)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        device = _device_type(args, kwargs)
+        message = f"pyops::{name} has no kernel for {device} here: it runs the plain torch reference"
+        if os.environ.get("PYOPS_STRICT") == "1":
+            raise RuntimeError(f"{message}, which PYOPS_STRICT=1 forbids")
+        if device not in told and LIBRARY_PATH.exists():
+            told.add(device)
+            warnings.warn(message, RuntimeWarning, stacklevel=2)
+        return reference(*args, **kwargs)
+
+    return run
+
+
+def _tensors(values: Any) -> Iterator[torch.Tensor]:
+    for value in values:
+        if isinstance(value, torch.Tensor):
+            yield value
+        elif isinstance(value, (list, tuple)):
+            yield from _tensors(value)
+
+
+def _device_type(args: tuple, kwargs: dict) -> str:
+    return next((t.device.type for t in _tensors([*args, *kwargs.values()])), "cpu")
+
+
+def which(op: str, *args: Any, **kwargs: Any) -> str:
+    """Says which implementation would serve ``torch.ops.pyops.<op>`` called with these arguments.
+
+    Args:
+        op: the op's name.
+        args, kwargs: what it would be called with; the first tensor among them decides the device (CPU if none).
+
+    Returns:
+        ``"cpu:amx"``, ``"cpu:avx512"``, ``"cpu:avx2"``, ``"cpu:default"``, ``"cuda:triton"``, ``"cuda:cuda"`` or
+        ``"reference"``.
+
+    Raises:
+        ValueError: for an unknown op.
+    """
+    if op not in OPS:
+        raise ValueError(f"op must be one of {', '.join(sorted(OPS))}, got {op!r}")
+    device = _device_type(args, kwargs)
+    key = {"cpu": "CPU", "cuda": "CUDA"}.get(device)
+    if key is None or not _has_kernel(op, key):
+        return "reference"
+    if key == "CUDA":
+        return "cuda:triton" if OPS[op].triton else "cuda:cuda"
+    from pyops import _C
+
+    info = _C.cpu_info()
+    return "cpu:amx" if info["amx"] and OPS[op].uses_amx(*args, **kwargs) else f"cpu:{info['isa']}"

@@ -1,0 +1,137 @@
+"""Builds pyops/lib/libpyops.so (kernels and ops, free of Python) and pyops/_C (pybind11) with ninja.
+
+PYOPS_CUDA=0|1 leaves CUDA out or demands it (default: built when nvcc and .cu sources are found);
+PYOPS_CUDA_ARCHS="80 90" names its targets, the last one also as PTX; CUDA_HOME and CXX say where the compilers are.
+"""
+
+import os
+import platform
+import re
+import shutil
+import subprocess
+import sys
+import sysconfig
+from pathlib import Path
+
+from setuptools import Extension, setup
+from setuptools.command.build_ext import build_ext
+
+ROOT = Path(__file__).resolve().parent
+BUILD = ROOT / "build" / "native"
+CXX = os.environ.get("CXX") or shutil.which("g++") or shutil.which("clang++")
+ISA_FLAGS = {
+    "default": "",
+    "avx2": "-mavx2 -mfma -mf16c",
+    "avx512": "-mavx512f -mavx512bw -mavx512dq -mavx512vl -mfma -mf16c",
+}
+X86 = platform.machine() in ("x86_64", "AMD64")
+ISAS = list(ISA_FLAGS) if X86 else ["default"]
+
+RULES = """\
+ninja_required_version = 1.5
+rule cxx
+  command = {cxx} -MD -MF $out.d -std=c++20 -fPIC -fvisibility=hidden -Wall -Wextra {defines} $flags -c $in -o $out
+  depfile = $out.d
+  deps = gcc
+  description = compile $out
+rule nvcc
+  command = {nvcc} -MD -MF $out.d -std=c++20 -O3 -Xcompiler -fPIC,-fvisibility=hidden -Xptxas -v {archs} -I{csrc} $
+    -c $in -o $out > $out.ptxas.txt 2>&1 || (cat $out.ptxas.txt; exit 1)
+  depfile = $out.d
+  deps = gcc
+  description = compile $out
+rule link
+  command = {cxx} -shared -o $out $in $flags
+  description = link $out
+"""
+
+
+def find_cuda(sources):
+    """Returns (nvcc, its version), or None with the reason printed."""
+    wish = os.environ.get("PYOPS_CUDA", "")
+    if wish not in ("", "0", "1"):
+        sys.exit(f"PYOPS_CUDA must be 0 or 1, got {wish!r}")
+    home = Path(os.environ.get("CUDA_HOME") or "/usr/local/cuda")
+    nvcc = home / "bin" / "nvcc"
+    missing = f"no nvcc at {nvcc} (CUDA_HOME says where)" if not nvcc.is_file() else "" if sources else "no .cu sources"
+    if wish == "1" and missing:
+        sys.exit(f"PYOPS_CUDA=1 asks for CUDA kernels, but there is {missing}")
+    if wish == "0" or missing:
+        print(f"pyops: without CUDA kernels ({'PYOPS_CUDA=0' if wish == '0' else missing})", flush=True)
+        return None
+    version = subprocess.run([nvcc, "--version"], capture_output=True, text=True, check=True).stdout
+    return nvcc, re.search(r"release ([\d.]+)", version)[1]
+
+
+def write_ninja(lib, module):
+    """Writes build.ninja for the library and module files wanted and returns its path."""
+    import pybind11
+    import torch
+
+    torch_dir = Path(torch.__file__).parent
+    csrc = ROOT / "csrc"
+    cuda_sources = sorted(csrc.glob("*/*_cuda.cu"))
+    cuda = find_cuda(cuda_sources)
+    archs = os.environ.get("PYOPS_CUDA_ARCHS", "80 90").split()
+    gencode = [f"-gencode arch=compute_{a},code=sm_{a}" for a in archs]
+    gencode.append(f"-gencode arch=compute_{archs[-1]},code=compute_{archs[-1]}")
+    compiler = subprocess.run([CXX, "--version"], capture_output=True, text=True, check=True).stdout.splitlines()[0]
+    defines = ["-DPYOPS_X86_ISAS"] * X86 + ["-DPYOPS_WITH_CUDA"] * bool(cuda)
+    torch_flags = f"-O2 -DTORCH_TARGET_VERSION=0x020b000000000000 -isystem {torch_dir}/include -I{csrc}"
+    build_facts = {
+        "COMPILER": compiler,
+        "TORCH": torch.__version__,
+        "ISAS": " ".join(ISAS),
+        "CUDA": cuda[1] if cuda else "",
+        "CUDA_ARCHS": " ".join([*archs, f"{archs[-1]}+PTX"]) if cuda else "",
+    }
+    info_flags = " ".join(f"'-DPYOPS_BUILD_{key}=\"{value}\"'" for key, value in build_facts.items())
+    text = [RULES.format(cxx=CXX, nvcc=cuda and cuda[0], csrc=csrc, archs=" ".join(gencode), defines=" ".join(defines))]
+    objects = []
+
+    def compile_(source, suffix="", rule="cxx", flags=""):
+        out = BUILD / f"{source.relative_to(csrc).with_suffix('')}{suffix}.o".replace("/", ".")
+        text.append(f"build {out}: {rule} {source}\n  flags = {flags}\n")
+        return out
+
+    for source in sorted(csrc.glob("*/*_cpu.cpp")):
+        for isa in ISAS:
+            flags = f"-O3 -fopenmp -fno-math-errno -ffp-contract=fast {ISA_FLAGS[isa]} -DPYOPS_ISA=isa_{isa} -I{csrc}"
+            objects.append(compile_(source, f".{isa}", flags=flags))
+    objects += [compile_(source, flags=torch_flags) for source in sorted(csrc.glob("*/*_op.cpp"))]
+    objects.append(compile_(csrc / "info.cpp", flags=f"{torch_flags} {info_flags}"))
+    cudart = ""
+    if cuda:
+        objects += [compile_(source, rule="nvcc") for source in cuda_sources]
+        cudart = f"{cuda[0].parent.parent}/lib64/libcudart_static.a -lrt -ldl -lpthread"
+    # No -fopenmp here: GOMP_* then resolves to whichever OpenMP runtime libtorch_cpu.so itself depends on.
+    # --no-as-needed keeps libtorch.so, through which a CUDA build of torch offers its stream.
+    torch_libs = f"-L{torch_dir}/lib -Wl,--no-as-needed -ltorch_cpu -ltorch -lc10"
+    text.append(f"build {lib}: link {' '.join(map(str, objects))}\n  flags = {torch_libs} {cudart}\n")
+    python = f"-O2 -isystem {pybind11.get_include()} -isystem {sysconfig.get_path('include')}"
+    module_object = compile_(csrc / "module.cpp", flags=python)
+    text.append(
+        f"build {module}: link {module_object} | {lib}\n  flags = -L{lib.parent} -lpyops '-Wl,-rpath,$$ORIGIN/lib'\n"
+    )
+    BUILD.mkdir(parents=True, exist_ok=True)
+    path = BUILD / "build.ninja"
+    path.write_text("\n".join(text))
+    return path
+
+
+class NinjaBuild(build_ext):
+    def run(self):
+        package = ROOT / "pyops" if self.inplace else Path(self.build_lib).resolve() / "pyops"
+        lib = package / "lib" / "libpyops.so"
+        module = package / f"_C{sysconfig.get_config_var('EXT_SUFFIX')}"
+        ninja = write_ninja(lib, module)
+        print(f"pyops: building {lib.name} for {', '.join(ISAS)} in {BUILD}", flush=True)
+        if subprocess.run([shutil.which("ninja") or "ninja", "-f", str(ninja)], cwd=ROOT).returncode != 0:
+            sys.exit("pyops: the build failed; the compiler's message is above")
+
+
+if CXX is None or platform.system() != "Linux":
+    print("pyops: no C++ compiler on Linux here: a Python-only install, every op runs its plain torch reference")
+    setup()
+else:
+    setup(ext_modules=[Extension("pyops._C", sources=[])], cmdclass={"build_ext": NinjaBuild})
