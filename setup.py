@@ -29,6 +29,7 @@ ISAS = list(ISA_FLAGS) if X86 else ["default"]
 
 RULES = """\
 ninja_required_version = 1.5
+builddir = {build}
 rule cxx
   command = {cxx} -MD -MF $out.d -std=c++20 -fPIC -fvisibility=hidden -Wall -Wextra {defines} $flags -c $in -o $out
   depfile = $out.d
@@ -86,7 +87,7 @@ def write_ninja(lib, module):
         "CUDA_ARCHS": " ".join([*archs, f"{archs[-1]}+PTX"]) if cuda else "",
     }
     info_flags = " ".join(f"'-DPYOPS_BUILD_{key}=\"{value}\"'" for key, value in build_facts.items())
-    text = [RULES.format(cxx=CXX, nvcc=cuda and cuda[0], csrc=csrc, archs=" ".join(gencode), defines=" ".join(defines))]
+    text = [RULES.format(build=BUILD, cxx=CXX, nvcc=cuda and cuda[0], csrc=csrc, archs=" ".join(gencode), defines=" ".join(defines))]
     objects = []
 
     def compile_(source, suffix="", rule="cxx", flags=""):
