@@ -1,0 +1,1 @@
+"""Plain-torch twins of the kernels: any device, as short as the equations."""
