@@ -1,7 +1,7 @@
 """Builds pyops/lib/libpyops.so (kernels and ops, free of Python) and pyops/_C (pybind11) with ninja.
 
 PYOPS_CUDA=0|1 leaves CUDA out or demands it (default: built when nvcc and .cu sources are found);
-PYOPS_CUDA_ARCHS="80 90" names its targets, the last one also as PTX; CUDA_HOME and CXX say where the compilers are.
+PYOPS_CUDA_ARCHS="80 90" names its targets, the last one also as PTX; CUDA_HOME and CXX name the compilers.
 """
 
 import os
@@ -19,6 +19,7 @@ from setuptools.command.build_ext import build_ext
 ROOT = Path(__file__).resolve().parent
 BUILD = ROOT / "build" / "native"
 CXX = os.environ.get("CXX") or shutil.which("g++") or shutil.which("clang++")
+KERNEL_FLAGS = "-O3 -fopenmp -fno-math-errno -ffp-contract=fast"
 ISA_FLAGS = {
     "default": "",
     "avx2": "-mavx2 -mfma -mf16c",
@@ -31,13 +32,14 @@ RULES = """\
 ninja_required_version = 1.5
 builddir = {build}
 rule cxx
-  command = {cxx} -MD -MF $out.d -std=c++20 -fPIC -fvisibility=hidden -Wall -Wextra {defines} $flags -c $in -o $out
+  command = {cxx} -MD -MF $out.d -std=c++20 -fPIC -fvisibility=hidden -Wall -Wextra {defines} $flags $
+    -c $in -o $out
   depfile = $out.d
   deps = gcc
   description = compile $out
 rule nvcc
-  command = {nvcc} -MD -MF $out.d -std=c++20 -O3 -Xcompiler -fPIC,-fvisibility=hidden -Xptxas -v {archs} -I{csrc} $
-    -c $in -o $out > $out.ptxas.txt 2>&1 || (cat $out.ptxas.txt; exit 1)
+  command = {nvcc} -MD -MF $out.d -std=c++20 -O3 -Xcompiler -fPIC,-fvisibility=hidden -Xptxas -v $
+    {archs} -I{csrc} -c $in -o $out > $out.ptxas.txt 2>&1 || (cat $out.ptxas.txt; exit 1)
   depfile = $out.d
   deps = gcc
   description = compile $out
@@ -54,7 +56,13 @@ def find_cuda(sources):
         sys.exit(f"PYOPS_CUDA must be 0 or 1, got {wish!r}")
     home = Path(os.environ.get("CUDA_HOME") or "/usr/local/cuda")
     nvcc = home / "bin" / "nvcc"
-    missing = f"no nvcc at {nvcc} (CUDA_HOME says where)" if not nvcc.is_file() else "" if sources else "no .cu sources"
+    missing = (
+        f"no nvcc at {nvcc} (CUDA_HOME says where)"
+        if not nvcc.is_file()
+        else ""
+        if sources
+        else "no .cu sources"
+    )
     if wish == "1" and missing:
         sys.exit(f"PYOPS_CUDA=1 asks for CUDA kernels, but there is {missing}")
     if wish == "0" or missing:
@@ -76,7 +84,9 @@ def write_ninja(lib, module):
     archs = os.environ.get("PYOPS_CUDA_ARCHS", "80 90").split()
     gencode = [f"-gencode arch=compute_{a},code=sm_{a}" for a in archs]
     gencode.append(f"-gencode arch=compute_{archs[-1]},code=compute_{archs[-1]}")
-    compiler = subprocess.run([CXX, "--version"], capture_output=True, text=True, check=True).stdout.splitlines()[0]
+    compiler = subprocess.run(
+        [CXX, "--version"], capture_output=True, text=True, check=True
+    ).stdout.splitlines()[0]
     defines = ["-DPYOPS_X86_ISAS"] * X86 + ["-DPYOPS_WITH_CUDA"] * bool(cuda)
     torch_flags = f"-O2 -DTORCH_TARGET_VERSION=0x020b000000000000 -isystem {torch_dir}/include -I{csrc}"
     build_facts = {
@@ -87,7 +97,16 @@ def write_ninja(lib, module):
         "CUDA_ARCHS": " ".join([*archs, f"{archs[-1]}+PTX"]) if cuda else "",
     }
     info_flags = " ".join(f"'-DPYOPS_BUILD_{key}=\"{value}\"'" for key, value in build_facts.items())
-    text = [RULES.format(build=BUILD, cxx=CXX, nvcc=cuda and cuda[0], csrc=csrc, archs=" ".join(gencode), defines=" ".join(defines))]
+    text = [
+        RULES.format(
+            build=BUILD,
+            cxx=CXX,
+            nvcc=cuda and cuda[0],
+            csrc=csrc,
+            archs=" ".join(gencode),
+            defines=" ".join(defines),
+        )
+    ]
     objects = []
 
     def compile_(source, suffix="", rule="cxx", flags=""):
@@ -97,7 +116,7 @@ def write_ninja(lib, module):
 
     for source in sorted(csrc.glob("*/*_cpu.cpp")):
         for isa in ISAS:
-            flags = f"-O3 -fopenmp -fno-math-errno -ffp-contract=fast {ISA_FLAGS[isa]} -DPYOPS_ISA=isa_{isa} -I{csrc}"
+            flags = f"{KERNEL_FLAGS} {ISA_FLAGS[isa]} -DPYOPS_ISA=isa_{isa} -I{csrc}"
             objects.append(compile_(source, f".{isa}", flags=flags))
     objects += [compile_(source, flags=torch_flags) for source in sorted(csrc.glob("*/*_op.cpp"))]
     objects.append(compile_(csrc / "info.cpp", flags=f"{torch_flags} {info_flags}"))
@@ -111,9 +130,8 @@ def write_ninja(lib, module):
     text.append(f"build {lib}: link {' '.join(map(str, objects))}\n  flags = {torch_libs} {cudart}\n")
     python = f"-O2 -isystem {pybind11.get_include()} -isystem {sysconfig.get_path('include')}"
     module_object = compile_(csrc / "module.cpp", flags=python)
-    text.append(
-        f"build {module}: link {module_object} | {lib}\n  flags = -L{lib.parent} -lpyops '-Wl,-rpath,$$ORIGIN/lib'\n"
-    )
+    flags = f"-L{lib.parent} -lpyops '-Wl,-rpath,$$ORIGIN/lib'"
+    text.append(f"build {module}: link {module_object} | {lib}\n  flags = {flags}\n")
     BUILD.mkdir(parents=True, exist_ok=True)
     path = BUILD / "build.ninja"
     path.write_text("\n".join(text))
@@ -132,7 +150,9 @@ class NinjaBuild(build_ext):
 
 
 if CXX is None or platform.system() != "Linux":
-    print("pyops: no C++ compiler on Linux here: a Python-only install, every op runs its plain torch reference")
+    print(
+        "pyops: no C++ compiler on Linux here: a Python-only install, every op runs its plain torch reference"
+    )
     setup()
 else:
     setup(ext_modules=[Extension("pyops._C", sources=[])], cmdclass={"build_ext": NinjaBuild})

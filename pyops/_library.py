@@ -1,4 +1,4 @@
-"""Loading of the compiled library, registration of ops with torch, and the answer to "which kernel serves this?"."""
+"""Loads the compiled library, registers ops with torch, and says which implementation serves a call."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Op(NamedTuple):
     name: str
     schema: str
     triton: bool
-    uses_amx: Callable[..., bool]
+    uses_amx: Callable[..., bool] | None
 
 
 OPS: dict[str, Op] = {}
@@ -59,26 +59,29 @@ def register(
     vmap: Callable | None = None,
     backward: Callable | None = None,
     setup_context: Callable | None = None,
-    uses_amx: Callable[..., bool] = lambda *args, **kwargs: False,
+    uses_amx: Callable[..., bool] | None = None,
 ) -> None:
     """Registers one op with torch.
 
     Args:
         name: the op, as in ``torch.ops.pyops.<name>``.
-        schema: its arguments and results, ``"(Tensor g, float eps) -> Tensor"``; defined here unless the compiled
-            library defined it.
+        schema: its arguments and results, ``"(Tensor g, float eps) -> Tensor"``; defined here unless the
+            compiled library defined it.
         reference: plain torch, for any device that has no kernel.
         fake: shapes, strides and dtypes of the results for ``torch.compile``.
-        cuda: launcher of the Triton kernel; registered when Triton is installed and the compiled library has no
-            CUDA kernel for the op.
+        cuda: launcher of the Triton kernel; registered when Triton is installed and the compiled library has
+            no CUDA kernel for the op.
         vmap, backward, setup_context: as in ``torch.library.register_vmap`` and ``register_autograd``.
-        uses_amx: whether the CPU kernel would use AMX tiles for these arguments; only ``which`` asks.
+        uses_amx: whether the CPU kernel would use AMX tiles for these arguments (None: never); only ``which``
+            asks.
     """
     load()
     if not hasattr(torch.ops.pyops, name):
         _FRAGMENT.define(name + schema)
     _FRAGMENT.impl(name, _guarded(name, reference), "CompositeExplicitAutograd")
-    triton = cuda is not None and importlib.util.find_spec("triton") is not None and not _has_kernel(name, "CUDA")
+    triton = (
+        cuda is not None and importlib.util.find_spec("triton") is not None and not _has_kernel(name, "CUDA")
+    )
     if triton:
         _FRAGMENT.impl(name, cuda, "CUDA")
     qualified = f"pyops::{name}"
@@ -91,7 +94,7 @@ def register(
 
 
 def _guarded(name: str, reference: Callable) -> Callable:
-    """The reference, which says once per device that it stands in for a kernel, or raises under PYOPS_STRICT=1."""
+    """The reference, which says once per device that it stands in, or raises under PYOPS_STRICT=1."""
     told: set[str] = set()
 
     @functools.wraps(reference)
@@ -125,24 +128,45 @@ def which(op: str, *args: Any, **kwargs: Any) -> str:
 
     Args:
         op: the op's name.
-        args, kwargs: what it would be called with; the first tensor among them decides the device (CPU if none).
+        args, kwargs: what it would be called with; the first tensor among them decides the device (CPU if
+            there is none).
 
     Returns:
-        ``"cpu:amx"``, ``"cpu:avx512"``, ``"cpu:avx2"``, ``"cpu:default"``, ``"cuda:triton"``, ``"cuda:cuda"`` or
-        ``"reference"``.
+        ``"cpu:amx"``, ``"cpu:avx512"``, ``"cpu:avx2"``, ``"cpu:default"``, ``"cuda:triton"``,
+        ``"cuda:cuda"`` or ``"reference"``.
 
     Raises:
         ValueError: for an unknown op.
     """
+    served = backend(op, _device_type(args, kwargs))
+    uses_amx = OPS[op].uses_amx
+    if served.startswith("cpu:") and uses_amx and cpu_info()["amx"] and uses_amx(*args, **kwargs):
+        return "cpu:amx"
+    return served
+
+
+def backend(op: str, device: str) -> str:
+    """What serves an op on a device type; as ``which``, without AMX, which depends on the arguments."""
     if op not in OPS:
         raise ValueError(f"op must be one of {', '.join(sorted(OPS))}, got {op!r}")
-    device = _device_type(args, kwargs)
-    key = {"cpu": "CPU", "cuda": "CUDA"}.get(device)
-    if key is None or not _has_kernel(op, key):
-        return "reference"
-    if key == "CUDA":
-        return "cuda:triton" if OPS[op].triton else "cuda:cuda"
+    if device == "cuda" and OPS[op].triton:
+        return "cuda:triton"
+    if device in ("cpu", "cuda") and _has_kernel(op, device.upper()):
+        return f"cpu:{cpu_info()['isa']}" if device == "cpu" else "cuda:cuda"
+    return "reference"
+
+
+def build_info() -> dict[str, Any]:
+    """How the compiled library was built: compiler, torch, isas, cuda, cuda_archs."""
     from pyops import _C
 
-    info = _C.cpu_info()
-    return "cpu:amx" if info["amx"] and OPS[op].uses_amx(*args, **kwargs) else f"cpu:{info['isa']}"
+    return _C.build_info()
+
+
+def cpu_info() -> dict[str, Any]:
+    """The instruction set detected and used, AMX permission, and the threads a kernel call gets now."""
+    if not load():
+        return {"detected": "none", "isa": "none", "amx": False, "threads": torch.get_num_threads()}
+    from pyops import _C
+
+    return _C.cpu_info()

@@ -1,0 +1,102 @@
+"""The command line: ``python -m pyops info | demo | bench | reproduce``."""
+
+from __future__ import annotations
+
+import argparse
+import subprocess
+import sys
+from pathlib import Path
+
+CHECKOUT = Path(__file__).resolve().parent.parent
+
+
+def _need(folder: str) -> Path:
+    """The folder of the source checkout, or an exit that says why there is none."""
+    path = CHECKOUT / folder
+    if not path.is_dir():
+        sys.exit(
+            f"python -m pyops: this needs the source checkout ({folder}/ is not installed); run it from there"
+        )
+    return path
+
+
+def _run(*command: str | Path) -> int:
+    return subprocess.run([sys.executable, *map(str, command)], cwd=CHECKOUT).returncode
+
+
+def papers() -> dict[str, Path]:
+    """The reproductions in the source checkout: paper name to its reproduce.py."""
+    return {path.parent.name: path for path in sorted(_need("seeds").glob("*/reproduce.py"))}
+
+
+def bench(arguments: list[str]) -> int:
+    """Runs the benchmarks; everything after ``bench`` goes to the harness."""
+    _need("bench")
+    return _run("-m", "bench", *arguments)
+
+
+def demo(out: str) -> int:
+    """Measures every op against its peers, then trains a small language model with Scion and with AdamW."""
+    folder = Path(out).resolve()
+    measured = bench(["--quick", "--out", str(folder / "bench")])
+    trained = _run(papers()["scion"], "--demo", "--out", folder / "scion")
+    return measured or trained
+
+
+def reproduce(names: list[str], quick: bool, out: str | None) -> int:
+    """Runs the reproductions of some papers, all to their end; non-zero if a criterion of one was missed."""
+    known = papers()
+    failed = []
+    for name in names:
+        print(f"== {name}", flush=True)
+        options = ["--quick"] * quick + (["--out", str(Path(out).resolve() / name)] if out else [])
+        if _run(known[name], *options) != 0:
+            failed.append(name)
+    if failed:
+        print(f"missed or failed: {', '.join(failed)}")
+    return 1 if failed else 0
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Entry point; returns the exit code."""
+    parser = argparse.ArgumentParser(prog="python -m pyops", description="Compiled kernels for PyTorch.")
+    commands = parser.add_subparsers(dest="command", required=True)
+    info_parser = commands.add_parser(
+        "info", help="versions, instruction sets, and which backend serves each op"
+    )
+    info_parser.add_argument("--json", action="store_true", help="print JSON")
+    demo_parser = commands.add_parser("demo", help="ops against their peers, then a small training run")
+    demo_parser.add_argument(
+        "--out", default="out/demo", help="folder for plots and JSON (default %(default)s)"
+    )
+    commands.add_parser("bench", help="measure ops against their peers", add_help=False)
+    reproduce_parser = commands.add_parser("reproduce", help="check the claims of the papers at laptop scale")
+    reproduce_parser.add_argument("papers", nargs="*", metavar="paper", help="a paper's name, see --list")
+    reproduce_parser.add_argument("--all", action="store_true", help="every paper")
+    reproduce_parser.add_argument("--list", action="store_true", help="print the names and stop")
+    reproduce_parser.add_argument("--quick", action="store_true", help="within two minutes each")
+    reproduce_parser.add_argument("--out", help="folder for plots and JSON, one subfolder per paper")
+    options, rest = parser.parse_known_args(arguments)
+    if options.command == "bench":
+        return bench(rest)
+    if rest:
+        parser.error(f"unrecognized arguments: {' '.join(rest)}")
+    if options.command == "info":
+        from pyops._info import main as print_info
+
+        return print_info(options.json)
+    if options.command == "demo":
+        return demo(options.out)
+    known = papers()
+    if options.list:
+        print("\n".join(known))
+        return 0
+    unknown = [name for name in options.papers if name not in known]
+    if unknown or options.all == bool(options.papers):
+        wrong = f"unknown paper {unknown[0]!r}" if unknown else "name at least one paper, or --all"
+        reproduce_parser.error(f"{wrong}; choose from: {', '.join(known)}")
+    return reproduce(list(known) if options.all else options.papers, options.quick, options.out)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
