@@ -7,6 +7,7 @@ PYOPS_CUDA_ARCHS="80 90" names its targets, the last one also as PTX; CUDA_HOME 
 import os
 import platform
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -30,23 +31,26 @@ ISAS = list(ISA_FLAGS) if X86 else ["default"]
 
 RULES = """\
 ninja_required_version = 1.5
-builddir = {build}
 rule cxx
-  command = {cxx} -MD -MF $out.d -std=c++20 -fPIC -fvisibility=hidden -Wall -Wextra {defines} $flags $
-    -c $in -o $out
+  command = $cxx -MD -MF $out.d -std=c++20 -fPIC -fvisibility=hidden -Wall -Wextra $defines $
+    $flags -c $in -o $out
   depfile = $out.d
   deps = gcc
   description = compile $out
 rule nvcc
-  command = {nvcc} -MD -MF $out.d -std=c++20 -O3 -Xcompiler -fPIC,-fvisibility=hidden -Xptxas -v $
-    {archs} -I{csrc} -c $in -o $out > $out.ptxas.txt 2>&1 || (cat $out.ptxas.txt; exit 1)
+  command = $nvcc -MD -MF $out.d -std=c++20 -O3 -Xcompiler -fPIC,-fvisibility=hidden -Xptxas -v $
+    $archs -I$csrc -c $in -o $out > $out.ptxas.txt 2>&1 || (cat $out.ptxas.txt; exit 1)
   depfile = $out.d
   deps = gcc
   description = compile $out
 rule link
-  command = {cxx} -shared -o $out $in $flags
+  command = $cxx -shared -o $out $in $flags
   description = link $out
 """
+
+
+def output_of(*command):
+    return subprocess.run(command, capture_output=True, text=True, check=True).stdout
 
 
 def find_cuda(sources):
@@ -56,27 +60,23 @@ def find_cuda(sources):
         sys.exit(f"PYOPS_CUDA must be 0 or 1, got {wish!r}")
     home = Path(os.environ.get("CUDA_HOME") or "/usr/local/cuda")
     nvcc = home / "bin" / "nvcc"
-    missing = (
-        f"no nvcc at {nvcc} (CUDA_HOME says where)"
-        if not nvcc.is_file()
-        else ""
-        if sources
-        else "no .cu sources"
-    )
+    missing = "" if nvcc.is_file() else f"no nvcc at {nvcc} (CUDA_HOME says where)"
+    missing = missing or ("" if sources else "no .cu source")
     if wish == "1" and missing:
         sys.exit(f"PYOPS_CUDA=1 asks for CUDA kernels, but there is {missing}")
     if wish == "0" or missing:
         print(f"pyops: without CUDA kernels ({'PYOPS_CUDA=0' if wish == '0' else missing})", flush=True)
         return None
-    version = subprocess.run([nvcc, "--version"], capture_output=True, text=True, check=True).stdout
-    return nvcc, re.search(r"release ([\d.]+)", version)[1]
+    return nvcc, re.search(r"release ([\d.]+)", output_of(nvcc, "--version"))[1]
 
 
 def write_ninja(lib, module):
     """Writes build.ninja for the library and module files wanted and returns its path."""
-    import pybind11
-    import torch
-
+    try:
+        import pybind11
+        import torch
+    except ImportError as error:
+        sys.exit(f"pyops: the build needs {error.name}: pip install torch pybind11 ninja setuptools")
     torch_dir = Path(torch.__file__).parent
     csrc = ROOT / "csrc"
     cuda_sources = sorted(csrc.glob("*/*_cuda.cu"))
@@ -84,9 +84,7 @@ def write_ninja(lib, module):
     archs = os.environ.get("PYOPS_CUDA_ARCHS", "80 90").split()
     gencode = [f"-gencode arch=compute_{a},code=sm_{a}" for a in archs]
     gencode.append(f"-gencode arch=compute_{archs[-1]},code=compute_{archs[-1]}")
-    compiler = subprocess.run(
-        [CXX, "--version"], capture_output=True, text=True, check=True
-    ).stdout.splitlines()[0]
+    compiler = output_of(*shlex.split(CXX), "--version").splitlines()[0]
     defines = ["-DPYOPS_X86_ISAS"] * X86 + ["-DPYOPS_WITH_CUDA"] * bool(cuda)
     torch_flags = f"-O2 -DTORCH_TARGET_VERSION=0x020b000000000000 -isystem {torch_dir}/include -I{csrc}"
     build_facts = {
@@ -97,16 +95,10 @@ def write_ninja(lib, module):
         "CUDA_ARCHS": " ".join([*archs, f"{archs[-1]}+PTX"]) if cuda else "",
     }
     info_flags = " ".join(f"'-DPYOPS_BUILD_{key}=\"{value}\"'" for key, value in build_facts.items())
-    text = [
-        RULES.format(
-            build=BUILD,
-            cxx=CXX,
-            nvcc=cuda and cuda[0],
-            csrc=csrc,
-            archs=" ".join(gencode),
-            defines=" ".join(defines),
-        )
-    ]
+    head = {"builddir": BUILD, "cxx": CXX, "csrc": csrc, "defines": " ".join(defines)}
+    if cuda:
+        head |= {"nvcc": cuda[0], "archs": " ".join(gencode)}
+    text = [*(f"{name} = {value}" for name, value in head.items()), RULES]
     objects = []
 
     def compile_(source, suffix="", rule="cxx", flags=""):
@@ -123,7 +115,7 @@ def write_ninja(lib, module):
     cudart = ""
     if cuda:
         objects += [compile_(source, rule="nvcc") for source in cuda_sources]
-        cudart = f"{cuda[0].parent.parent}/lib64/libcudart_static.a -lrt -ldl -lpthread"
+        cudart = f"{next(cuda[0].parent.parent.glob('lib*/libcudart_static.a'))} -lrt -ldl -lpthread"
     # No -fopenmp here: GOMP_* then resolves to whichever OpenMP runtime libtorch_cpu.so itself depends on.
     # --no-as-needed keeps libtorch.so, through which a CUDA build of torch offers its stream.
     torch_libs = f"-L{torch_dir}/lib -Wl,--no-as-needed -ltorch_cpu -ltorch -lc10"
@@ -150,9 +142,7 @@ class NinjaBuild(build_ext):
 
 
 if CXX is None or platform.system() != "Linux":
-    print(
-        "pyops: no C++ compiler on Linux here: a Python-only install, every op runs its plain torch reference"
-    )
+    print("pyops: no Linux C++ compiler: a Python-only install, every op runs its plain torch reference")
     setup()
 else:
     setup(ext_modules=[Extension("pyops._C", sources=[])], cmdclass={"build_ext": NinjaBuild})
