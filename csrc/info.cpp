@@ -86,9 +86,7 @@ Isa isa() {
     return chosen;
 }
 
-const char* isa_name(Isa isa) {
-    return isa == Isa::Avx512 ? "avx512" : isa == Isa::Avx2 ? "avx2" : "default";
-}
+const char* isa_name(Isa isa) { return isa == Isa::Avx512 ? "avx512" : isa == Isa::Avx2 ? "avx2" : "default"; }
 
 bool amx() {
     static const bool usable = isa() == Isa::Avx512 && request_amx();

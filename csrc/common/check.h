@@ -36,14 +36,10 @@ inline std::string shape_text(const Tensor& t) {
 // The kernels' name of t's dtype; raises for a dtype that pyops has no kernels for.
 inline DType checked_dtype(const Tensor& t, std::string_view op, std::string_view argument) {
     switch (t.scalar_type()) {
-        case ScalarType::Double:
-            return DType::F64;
-        case ScalarType::Float:
-            return DType::F32;
-        case ScalarType::BFloat16:
-            return DType::BF16;
-        case ScalarType::Half:
-            return DType::F16;
+        case ScalarType::Double: return DType::F64;
+        case ScalarType::Float: return DType::F32;
+        case ScalarType::BFloat16: return DType::BF16;
+        case ScalarType::Half: return DType::F16;
         default:
             PYOPS_CHECK(false, op, argument, "must be float64, float32, bfloat16 or float16",
                         torch::headeronly::toString(t.scalar_type()));

@@ -28,9 +28,9 @@ bool amx();
 }  // namespace pyops
 
 #if defined(PYOPS_X86_ISAS)
-#define PYOPS_ISA_CALL(function, ...)                                                             \
-    (::pyops::isa() == ::pyops::Isa::Avx512 ? ::pyops::isa_avx512::function(__VA_ARGS__)          \
-     : ::pyops::isa() == ::pyops::Isa::Avx2 ? ::pyops::isa_avx2::function(__VA_ARGS__)            \
+#define PYOPS_ISA_CALL(function, ...)                                                    \
+    (::pyops::isa() == ::pyops::Isa::Avx512 ? ::pyops::isa_avx512::function(__VA_ARGS__) \
+     : ::pyops::isa() == ::pyops::Isa::Avx2 ? ::pyops::isa_avx2::function(__VA_ARGS__)   \
                                             : ::pyops::isa_default::function(__VA_ARGS__))
 #else
 #define PYOPS_ISA_CALL(function, ...) (::pyops::isa_default::function(__VA_ARGS__))
