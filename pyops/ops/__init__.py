@@ -1,0 +1,1 @@
+"""Public functions over the ops; importing a module registers its ops with torch."""

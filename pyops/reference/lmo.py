@@ -1,10 +1,10 @@
 """Reference of the op family ``lmo``: the spectral polar iteration, the vector directions and the fused step.
 
-Every function up to the coefficients has the schema of the op of the same name and serves wherever no kernel does.
+Every function up to the coefficients has the schema of the op of its name and serves where no kernel does.
 
 ``compute`` names the arithmetic of the matrix products: operands of "bfloat16" are rounded to bfloat16 and
-accumulated in float32, "bf16x3" splits each operand in two bfloat16 parts and adds the three largest products,
-"float32" and "float64" are what they say.
+accumulated in float32, "bf16x3" splits each operand in two bfloat16 parts and adds the three largest
+products, "float32" and "float64" are what they say.
 """
 
 from __future__ import annotations
@@ -38,8 +38,9 @@ def round_bf16(x: Tensor) -> Tensor:
 
 
 def stored(x: Tensor, compute: str) -> Tensor:
-    """x as the iteration keeps it. What is both operand and addend is rounded once for both uses: the polynomial is
-    flat near its fixed point, so the rounding cancels there, while two different roundings would double the error."""
+    """x as the iteration keeps it. What is both operand and addend is rounded once for both uses: the
+    polynomial is flat near its fixed point, so the rounding cancels there; rounding one use alone doubles it.
+    """
     return round_bf16(x) if compute == "bfloat16" else x
 
 
@@ -134,7 +135,7 @@ def schatten4_factor(gram: Tensor) -> Tensor:
 
 @without_autocast
 def polar(g, coefficients, restarts, form, compute, normalize, eps, tol, min_steps, with_residual):
-    """Polynomial approximation of the polar factor; see :func:`pyops.polar`. "auto" is the direct form here."""
+    """Polynomial approximation of the polar factor; see :func:`pyops.polar`. "auto" is the direct form."""
     report = with_residual or tol >= 0
     batch, rows = g.shape[:-2], split_rows(coefficients)
     nothing = g.new_empty(0, dtype=working_dtype(g)), g.new_empty(0, dtype=torch.int64)
@@ -199,7 +200,7 @@ def polar_backward(grad, g, coefficients, normalize, eps, steps):
 
 
 def cut_svd(g: Tensor, rcond: float) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """float64 SVD of g / power of two; singular values up to rcond * largest become Inf, their vectors zero."""
+    """float64 SVD of g / power of two; singular values up to rcond * largest become Inf, their vectors 0."""
     x = g.to(torch.float64)
     scale, bad = power_of_two(x, (-2, -1))
     u, s, vh = torch.linalg.svd((x / scale).masked_fill(bad, 0.0), full_matrices=False)
@@ -220,7 +221,8 @@ def polar_svd(g, rcond):
 def polar_svd_backward(grad, g, rcond):
     """Derivative of :func:`polar_svd` at constant rank.
 
-    With M = U^T Z V: U [(M - M^T)_ij / (s_i + s_j)] V^T + (I - U U^T) Z V S^-1 V^T + U S^-1 U^T Z (I - V V^T).
+    With M = U^T Z V:
+    U [(M - M^T)_ij / (s_i + s_j)] V^T + (I - U U^T) Z V S^-1 V^T + U S^-1 U^T Z (I - V V^T).
     """
     if g.numel() == 0:
         return torch.zeros_like(g, memory_format=torch.contiguous_format)
@@ -259,23 +261,26 @@ def unit_direction_backward(grad, g, norm, scale):
     dims = DIRECTION_DIMS[norm]
     u, length, power, bad = normalized(g.to(working_dtype(g)), dims, 0.0)
     z = grad.to(u.dtype)
-    z = scale * (z - (z * u).sum(dims, keepdim=True) * u) / torch.where(length > 0, length, torch.ones_like(length))
-    return (z / power).masked_fill(length == 0, 0.0).masked_fill(bad, math.nan).to(g.dtype).contiguous()
+    length = torch.where(length > 0, length, math.inf)
+    tangent = (z - (z * u).sum(dims, keepdim=True) * u) / length
+    z = (scale * tangent / power).masked_fill(bad, math.nan)
+    return z.to(g.dtype).contiguous()
 
 
 def random_bits(shape: torch.Size, seed: int, stream: int, device: torch.device) -> Tensor:
-    """32 random bits per element from a counter: mix(seed, stream, element index), the same on every device."""
-    x = torch.arange(math.prod(shape), device=device) + 0x9E3779B9 * (stream + 1) + 0x85EBCA6B * seed
+    """32 random bits per element from a counter: mix(seed, stream, index), the same on every device."""
+    key = (0x9E3779B9 * (stream + 1) + 0x85EBCA6B * seed) & 0xFFFFFFFF
+    x = torch.arange(math.prod(shape), device=device) + key
     for _ in range(2):
         x = x & 0xFFFFFFFF
         x = ((x ^ (x >> 16)) * 0x21F0AAAD) & 0xFFFFFFFF
         x = ((x ^ (x >> 15)) * 0x735A2D97) & 0xFFFFFFFF
-        x = (x ^ (x >> 15)) + seed
+        x = (x ^ (x >> 15)) + key
     return (x & 0xFFFFFFFF).view(shape)
 
 
 def stochastic_round(x: Tensor, dtype: torch.dtype, bits: Tensor) -> Tensor:
-    """x rounded up or down to dtype with mean x: floor(x/q + u) q with q the spacing of dtype at x, u in [0, 1)."""
+    """x rounded up or down to dtype with mean x: floor(x/q + u) q, q dtype's spacing at x, u in [0, 1)."""
     precision, smallest = {torch.bfloat16: (8, -133), torch.float16: (11, -24)}[dtype]
     exponent = torch.frexp(x).exponent.clamp(-149, 128)
     spacing = torch.exp2((exponent - precision).clamp(min=smallest).to(x.dtype))
@@ -285,9 +290,9 @@ def stochastic_round(x: Tensor, dtype: torch.dtype, bits: Tensor) -> Tensor:
 
 
 @without_autocast
-def lmo_step_(weights, grads, momenta, norm, shrinks, steps, momentum, nesterov, grad_decay, coefficients, restarts,
-              form, compute, eps, seed):  # fmt: skip
-    """W <- shrink W - step u(d), d the momentum average of g, or g itself (the light form) when momenta is empty."""
+def lmo_step_(weights, grads, momenta, norm, shrinks, steps, momentum, nesterov, grad_decay,
+              coefficients, restarts, form, compute, eps, seed):  # fmt: skip
+    """W <- shrink W - step u(d), d the momentum average of g; without momenta g itself (the light form)."""
     for i, (w, g) in enumerate(zip(weights, grads, strict=True)):
         if w.numel() == 0:
             continue
@@ -299,7 +304,8 @@ def lmo_step_(weights, grads, momenta, norm, shrinks, steps, momentum, nesterov,
         else:
             d = g
         if norm == "spectral":
-            u = polar(d.to(working_dtype(d)), coefficients, restarts, form, compute, "fro", eps, -1.0, 0, False)[0]
+            d = d.to(working_dtype(d))
+            u, _, _ = polar(d, coefficients, restarts, form, compute, "fro", eps, -1.0, 0, False)
         else:
             u = unit_direction(d.to(working_dtype(d)), norm, 1.0)
         wide = working_dtype(w)
@@ -336,8 +342,9 @@ CONVERGED = 1 - 5e-6  # an interval this narrow is a point for float64: Taylor's
 def minimax_quintic(low: float, high: float) -> tuple[float, float, float]:
     """a x + b x^3 + c x^5 closest to 1 on [low, high] in the maximum norm, by Remez exchange.
 
-    With t = x^2, p(x)/x is a quadratic in t, so its third divided difference over the four points of alternation is
-    zero: that gives the error E. Interpolation through three points gives a, b, c, and the zeros of p' the new points.
+    With t = x^2, p(x)/x is a quadratic in t, so its third divided difference over the four points of
+    alternation is zero: that gives the error E. Interpolation through three points gives a, b, c; the zeros
+    of p' are the next points.
     """
     if low / high >= CONVERGED:
         return 1.875 / high, -1.25 / high**3, 0.375 / high**5

@@ -1,0 +1,49 @@
+"""Argument checks of the public functions: errors name the argument, what was received and what is wanted."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+
+
+def matrix(name: str, g: Any, fewest: int) -> None:
+    if not isinstance(g, Tensor):
+        raise TypeError(f"{name} must be a torch.Tensor, got {type(g).__name__}")
+    if g.layout != torch.strided:
+        raise TypeError(f"{name} must be a dense tensor, got layout {g.layout}")
+    if g.dtype not in DTYPES:
+        raise TypeError(f"{name} must be float64, float32, bfloat16 or float16, got {g.dtype}")
+    if g.ndim < fewest:
+        raise ValueError(f"{name} must have at least {fewest} dimensions, got shape {tuple(g.shape)}")
+
+
+def one_of(name: str, value: Any, allowed: Iterable[str]) -> None:
+    if not isinstance(value, str) or value not in allowed:
+        raise ValueError(f"{name} must be one of {', '.join(map(repr, allowed))}, got {value!r}")
+
+
+def number(name: str, value: Any) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise TypeError(f"{name} must be a number, got {value!r}")
+    return float(value)
+
+
+def nonnegative(name: str, value: Any) -> float:
+    value = number(name, value)
+    if not 0.0 <= value < math.inf:
+        raise ValueError(f"{name} must be finite and at least 0, got {value}")
+    return value
+
+
+def count(name: str, value: Any) -> int:
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise TypeError(f"{name} must be an integer, got {value!r}")
+    if value < 0:
+        raise ValueError(f"{name} must be at least 0, got {value}")
+    return value
