@@ -1,0 +1,1 @@
+"""Measured comparisons of pyops with its peers: `python -m pyops bench`, `make bench`, or `pytest bench/`."""

@@ -1,0 +1,112 @@
+"""Every GPU kernel once, at small awkward sizes, against plain torch in float64: what compute-sanitizer runs.
+
+    python bench/gpu_driver.py --device cuda [--only directions]
+
+Exits 1 and names the case when a result is wrong.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import sys
+from pathlib import Path
+
+import torch
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+import pyops
+
+SHAPES = ((1, 1), (1, 37), (33, 1), (31, 65), (3, 17, 130))
+DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+NORMS = ("sign", "col", "row", "euclidean")
+JORDAN = (3.4445, -4.7750, 2.0315)
+
+
+def direction(g: torch.Tensor, norm: str) -> torch.Tensor:
+    if norm == "sign":
+        return torch.sign(g)
+    dim = {"col": -2, "row": -1, "euclidean": (-2, -1)}[norm]
+    length = torch.linalg.vector_norm(g, dim=dim, keepdim=True)
+    return torch.where(length > 0, g / length, 0.0)
+
+
+def newton_schulz(g: torch.Tensor, steps: int) -> torch.Tensor:
+    a, b, c = JORDAN
+    x = g / torch.linalg.matrix_norm(g)[..., None, None]
+    if min(g.shape[-2:]) == 1:
+        return x
+    for _ in range(steps):
+        gram = x @ x.mT
+        x = a * x + (b * gram + c * gram @ gram) @ x
+    return x
+
+
+def compare(what: str, got: torch.Tensor, wanted: torch.Tensor, tolerance: float) -> list[str]:
+    error = float((got.double().cpu() - wanted.cpu()).abs().max()) if got.numel() else 0.0
+    return [] if error <= tolerance else [f"{what}: error {error:.3g} above {tolerance:.3g}"]
+
+
+def directions(device: str) -> list[str]:
+    wrong = []
+    for norm, shape, dtype in itertools.product(NORMS, SHAPES, DTYPES):
+        base = torch.randn(shape, device=device, dtype=torch.float64).to(dtype)
+        views = {
+            "contiguous": base,
+            "transposed": base.mT.contiguous().mT,
+            "strided": torch.stack((base, base), -1)[..., 0],
+        }
+        for view, g in views.items():
+            got = torch.ops.pyops.unit_direction(g, norm, 0.5)
+            wanted = 0.5 * direction(g.double(), norm)
+            what = f"unit_direction {norm} {view} {shape} {dtype}"
+            wrong += compare(what, got, wanted, 4 * torch.finfo(dtype).eps)
+    return wrong
+
+
+def step(device: str) -> list[str]:
+    """The fused step for the vector norms, with a momentum buffer and in the light form."""
+    wrong = []
+    for norm, dtype, light in itertools.product(NORMS, DTYPES, (False, True)):
+        grads = [torch.randn(shape, device=device, dtype=torch.float64).to(dtype) for shape in SHAPES]
+        weights = [torch.randn_like(g) for g in grads]
+        before = [(w.clone().double(), g.clone().double()) for w, g in zip(weights, grads, strict=True)]
+        momenta = [] if light else [torch.zeros_like(g) for g in grads]
+        shrinks, steps = [0.9] * len(grads), [0.1] * len(grads)
+        torch.ops.pyops.lmo_step_(
+            weights, grads, momenta, norm, shrinks, steps, 0.9, False, 0.9 if light else 1.0,
+            list(JORDAN) * 5, [1, 3], "auto", "float32", 0.0, -1,
+        )  # fmt: skip
+        for w, (w0, g0) in zip(weights, before, strict=True):
+            what = f"lmo_step_ {norm} light={light} {tuple(w.shape)} {dtype}"
+            wrong += compare(what, w, 0.9 * w0 - 0.1 * direction(g0, norm), 16 * torch.finfo(dtype).eps)
+    return wrong
+
+
+def polar(device: str) -> list[str]:
+    wrong = []
+    for shape, dtype in itertools.product(SHAPES, DTYPES[1:]):
+        g = torch.randn(shape, device=device).to(dtype)
+        got = pyops.polar(g, method="newton_schulz", steps=5)
+        wrong += compare(f"polar {shape} {dtype}", got, newton_schulz(g.double(), 5), 0.1)
+    return wrong
+
+
+PARTS = {"directions": directions, "step": step, "polar": polar}
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
+    parser.add_argument("--device", choices=("cpu", "cuda"), required=True)
+    parser.add_argument("--only", choices=tuple(PARTS), action="append")
+    options = parser.parse_args()
+    torch.manual_seed(0)
+    wrong = [line for name in options.only or PARTS for line in PARTS[name](options.device)]
+    if options.device == "cuda":
+        torch.cuda.synchronize()
+    print("\n".join([*wrong, f"{len(wrong)} wrong results on {options.device}"]))
+    return int(bool(wrong))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
