@@ -1,5 +1,26 @@
-"""Compiled kernels for PyTorch."""
+"""Compiled kernels for PyTorch: ops, and on top of them optimizers and the methods of papers.
 
+>>> import torch, pyops
+>>> g = torch.tensor([[3.0, 0.0], [0.0, -0.5]])
+>>> pyops.polar(g, method="svd")
+tensor([[ 1.,  0.],
+        [ 0., -1.]])
+"""
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+from pyops._info import info
 from pyops._library import which
+from pyops.ops.lmo import lmo, polar, polar_coefficients, spectral_lmo
 
-__all__ = ["which"]
+if TYPE_CHECKING:
+    from pyops import optim, papers
+
+__all__ = ["info", "lmo", "optim", "papers", "polar", "polar_coefficients", "spectral_lmo", "which"]
+
+
+def __getattr__(name: str) -> Any:
+    if name in ("optim", "papers"):
+        return importlib.import_module(f"pyops.{name}")
+    raise AttributeError(f"module 'pyops' has no attribute {name!r}")

@@ -14,7 +14,7 @@ from pyops import _library
 
 
 class GpuBackend(NamedTuple):
-    """The backend that serves an op on a GPU."""
+    """The backend that serves an op on a GPU: triton, cuda, or torch where plain torch is the best there is."""
 
     kind: str
     why: str
@@ -24,8 +24,13 @@ class GpuBackend(NamedTuple):
 # The README shows the same table; tests/test_layout.py compares the two and demands a row for every op.
 GPU_BACKENDS = {
     "polar": GpuBackend("triton", "a chain of products of matrix tiles", "no (interpreter only)"),
+    "polar_backward": GpuBackend("torch", "plain matrix products, which the vendor's GEMM does best", "no"),
+    "polar_svd": GpuBackend("torch", "LAPACK or cuSOLVER through torch.linalg.svd", "no"),
+    "polar_svd_backward": GpuBackend("torch", "plain matrix products after the same SVD", "no"),
     "unit_direction": GpuBackend("cuda", "row and column reductions, bound by memory", "no (emulator only)"),
-    "lmo_step_": GpuBackend("cuda", "elementwise updates around the two ops above", "no (emulator only)"),
+    "lmo_step_": GpuBackend(
+        "triton", "the polar iteration between two elementwise passes", "no (interpreter only)"
+    ),
 }
 
 
@@ -40,24 +45,25 @@ def _cupy_version() -> str | None:
     return next((v for name in ("cupy", "cupy-cuda13x", "cupy-cuda12x") if (v := _version(name))), None)
 
 
-def _cpu_row(op: str) -> dict[str, str]:
-    served = _library.backend(op, "cpu")
-    if served == "reference":
-        why = "the library is not built" if not _library.load() else "no CPU kernel"
-        return {"op": op, "device": "cpu", "backend": served, "why": why, "run on hardware": "yes"}
-    amx = ", cpu:amx for bf16 products" if _library.cpu_info()["amx"] and _library.OPS[op].uses_amx else ""
-    why = "the best instruction set of CPU and PYOPS_CPU_ISA"
-    return {"op": op, "device": "cpu", "backend": served + amx, "why": why, "run on hardware": "yes"}
-
-
-def _gpu_row(op: str) -> dict[str, str]:
-    served = _library.backend(op, "cuda")
+def _row(op: str, device: str) -> dict[str, str]:
+    served = _library.backend(op, device)
     planned = GPU_BACKENDS[op]
-    why, on_hardware = planned.why, planned.on_hardware
+    on_hardware = "yes" if device == "cpu" else planned.on_hardware
     if served == "reference":
-        missing = "Triton is not installed" if planned.kind == "triton" else "built without CUDA kernels"
-        why, on_hardware = f"{missing}; {planned.kind} would serve: {planned.why}", "no"
-    return {"op": op, "device": "cuda", "backend": served, "why": why, "run on hardware": on_hardware}
+        if _library.OPS[op].plain:
+            why = planned.why
+        elif device == "cpu":
+            why = "the library has no CPU kernel for it" if _library.load() else "the library is not built"
+        else:
+            missing = "Triton is not installed" if planned.kind == "triton" else "built without CUDA kernels"
+            why = f"{missing}; {planned.kind} would serve: {planned.why}"
+    elif device == "cpu":
+        why = "the best instruction set of CPU and PYOPS_CPU_ISA"
+        if _library.cpu_info()["amx"] and _library.OPS[op].uses_amx:
+            served += " (cpu:amx for bf16 products)"
+    else:
+        why = planned.why
+    return {"op": op, "device": device, "backend": served, "why": why, "run on hardware": on_hardware}
 
 
 def info() -> dict[str, Any]:
@@ -80,7 +86,7 @@ def info() -> dict[str, Any]:
         "torch hip": torch.version.hip,
         "devices": [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())],
     }
-    ops = [row(op) for op in sorted(_library.OPS) for row in (_cpu_row, _gpu_row)]
+    ops = [_row(op, device) for op in sorted(_library.OPS) for device in ("cpu", "cuda")]
     return {
         "versions": versions,
         "build": _library.build_info() if built else None,

@@ -22,6 +22,7 @@ class Op(NamedTuple):
     name: str
     schema: str
     triton: bool
+    plain: bool
     uses_amx: Callable[..., bool] | None
 
 
@@ -60,6 +61,7 @@ def register(
     backward: Callable | None = None,
     setup_context: Callable | None = None,
     uses_amx: Callable[..., bool] | None = None,
+    plain: bool = False,
 ) -> None:
     """Registers one op with torch.
 
@@ -74,11 +76,13 @@ def register(
         vmap, backward, setup_context: as in ``torch.library.register_vmap`` and ``register_autograd``.
         uses_amx: whether the CPU kernel would use AMX tiles for these arguments (None: never); only ``which``
             asks.
+        plain: True for an op that is plain torch on every device on purpose; its reference is then no
+            fallback: no warning, and PYOPS_STRICT=1 allows it.
     """
     load()
     if not hasattr(torch.ops.pyops, name):
         _FRAGMENT.define(name + schema)
-    _FRAGMENT.impl(name, _guarded(name, reference), "CompositeExplicitAutograd")
+    _FRAGMENT.impl(name, reference if plain else _guarded(name, reference), "CompositeExplicitAutograd")
     triton = (
         cuda is not None and importlib.util.find_spec("triton") is not None and not _has_kernel(name, "CUDA")
     )
@@ -90,7 +94,7 @@ def register(
         torch.library.register_vmap(qualified, vmap, lib=_FRAGMENT)
     if backward is not None:
         torch.library.register_autograd(qualified, backward, setup_context=setup_context, lib=_FRAGMENT)
-    OPS[name] = Op(name, schema, triton, uses_amx)
+    OPS[name] = Op(name, schema, triton, plain, uses_amx)
 
 
 def _guarded(name: str, reference: Callable) -> Callable:

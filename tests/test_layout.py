@@ -1,0 +1,74 @@
+"""Every op has the same stem in every folder, one schema, and a row in the README's backend table."""
+
+import re
+from pathlib import Path
+
+import pytest
+import torch
+
+import pyops.ops.lmo  # noqa: F401  registers its ops
+from pyops._info import GPU_BACKENDS
+from pyops._library import OPS, load
+
+ROOT = Path(__file__).resolve().parent.parent
+
+# Where an op's stem must appear; {} is the stem.
+PLACES = [
+    "csrc/{0}/{0}.h",
+    "csrc/{0}/{0}_cpu.cpp",
+    "csrc/{0}/{0}_cuda.cu",
+    "csrc/{0}/{0}_op.cpp",
+    "triton_kernels/{0}.py",
+    "pyops/ops/{0}.py",
+    "pyops/reference/{0}.py",
+    "tests/test_{0}.py",
+    "tests/triton/test_{0}.py",
+    "tests/cuda/test_{0}.py",
+    "bench/bench_{0}.py",
+]
+# (stem, place) -> why the op has nothing there.
+ABSENT: dict[tuple[str, str], str] = {}
+
+
+def stems_at(place):
+    """The stems that occur at one place of the tree."""
+    pattern = re.compile(
+        re.escape(place).replace(r"\{0\}", "(?P<stem>[a-z][a-z0-9_]*)", 1).replace(r"\{0\}", "(?P=stem)")
+    )
+    found = (pattern.fullmatch(str(p.relative_to(ROOT))) for p in ROOT.glob(place.replace("{0}", "*")))
+    return {match["stem"] for match in found if match}
+
+
+STEMS = set().union(*(stems_at(place) for place in PLACES if not place.startswith("tests/")))
+CASES = [(stem, place) for stem in sorted(STEMS) for place in PLACES]
+
+
+def test_the_op_that_exists_is_found():
+    assert "lmo" in STEMS
+
+
+@pytest.mark.parametrize(("stem", "place"), CASES)
+def test_stem_in_every_folder(stem, place):
+    path = ROOT / place.format(stem)
+    reason = ABSENT.get((stem, place))
+    if reason is None:
+        assert path.is_file(), f"{stem} has no {path.relative_to(ROOT)}, and ABSENT gives no reason for that"
+    else:
+        assert not path.exists(), f"ABSENT says why there is no {path.relative_to(ROOT)}, but there is one"
+
+
+@pytest.mark.parametrize("op", sorted(OPS))
+def test_one_schema(op):
+    if not load():
+        pytest.skip("the library is not built, so there is one schema only")
+    registered = getattr(torch.ops.pyops, op).default._schema
+    assert str(registered) == str(torch._C.parse_schema(f"pyops::{op}{OPS[op].schema}"))
+
+
+def test_readme_lists_the_backend_of_every_op():
+    rows = re.findall(
+        r"^\| `(\w+)` \| (\w+) \| (.+?) \| (.+?) \|$", (ROOT / "README.md").read_text(), re.MULTILINE
+    )
+    documented = {name: (kind.lower(), why, hardware) for name, kind, why, hardware in rows}
+    assert documented == {name: tuple(backend) for name, backend in GPU_BACKENDS.items()}
+    assert set(documented) == set(OPS)

@@ -1,0 +1,158 @@
+"""What the build makes: objects true to their instruction set, installs of every kind, refusals."""
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+OBJECTS = sorted((ROOT / "build" / "native").glob("*_cpu.*.o"))
+
+needs_objects = pytest.mark.skipif(
+    not OBJECTS or not shutil.which("nm"), reason="no objects in build/native, or no binutils, to look into"
+)
+
+
+def run(*command, cwd=ROOT, **environment):
+    env = {**os.environ, **environment}
+    return subprocess.run([*map(str, command)], cwd=cwd, env=env, capture_output=True, text=True, timeout=900)
+
+
+def isa_of(path):
+    return path.name.split(".")[-2]
+
+
+def leaks(symbols, isa):
+    """The functions of an `nm --defined-only` listing that lie outside isa's namespace."""
+    functions = re.findall(r"^[0-9a-f]* ?([WT]) (.+)$", symbols, re.MULTILINE)
+    return [name for _, name in functions if f"isa_{isa}" not in name]
+
+
+def test_leaks_are_recognised():
+    listing = (
+        "00 W std::vector<int>::push_back(int)\n00 T pyops::isa_avx2::run(int)\n00 t local\n00 V DW.ref.x\n"
+    )
+    assert leaks(listing, "avx2") == ["std::vector<int>::push_back(int)"]
+    assert len(leaks(listing, "avx512")) == 2
+
+
+@needs_objects
+@pytest.mark.parametrize("path", OBJECTS, ids=lambda path: path.name)
+def test_no_symbol_outside_its_instruction_set(path):
+    """The linker keeps one copy of a weak function; if that is the AVX-512 one, an older CPU dies of it."""
+    symbols = run("nm", "--defined-only", path).stdout
+    assert f"isa_{isa_of(path)}" in symbols
+    assert leaks(symbols, isa_of(path)) == []
+
+
+@needs_objects
+@pytest.mark.parametrize("path", [p for p in OBJECTS if isa_of(p) != "avx512"], ids=lambda path: path.name)
+def test_no_wider_registers(path):
+    assembly = run("objdump", "-d", "--no-show-raw-insn", path).stdout
+    assert "xmm" in assembly
+    wider = {
+        "default": r"%[yz]mm|%k[0-7]|\bv[a-z0-9]+\s+%xmm",
+        "avx2": r"%zmm|%k[0-7]|%xmm(1[6-9]|2\d|3[01])",
+    }
+    assert re.findall(rf".*(?:{wider[isa_of(path)]}).*", assembly)[:3] == []
+
+
+@needs_objects
+def test_wide_registers_are_used_where_they_should_be():
+    for path in OBJECTS:
+        if isa_of(path) != "default":
+            assert ("%zmm" if isa_of(path) == "avx512" else "%ymm") in run("objdump", "-d", path).stdout
+
+
+def test_second_build_does_nothing():
+    if not (ROOT / "build" / "native").is_dir():
+        pytest.skip("not built in this checkout")
+    assert run(sys.executable, "setup.py", "-q", "build_ext", "--inplace").returncode == 0
+    assert "no work to do" in run(sys.executable, "setup.py", "-q", "build_ext", "--inplace").stdout
+
+
+@pytest.mark.slow
+def test_regular_install(tmp_path):
+    """Built into a wheel, pyops carries its library, and triton_kernels only as a part of itself."""
+    target = tmp_path / "site"
+    pip = (
+        sys.executable,
+        "-m",
+        "pip",
+        "install",
+        "--no-build-isolation",
+        "--no-deps",
+        "--target",
+        target,
+        ".",
+    )
+    result = run(*pip)
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert (target / "pyops" / "lib" / "libpyops.so").is_file()
+    assert (target / "pyops" / "triton_kernels" / "lmo.py").is_file()
+    assert not (target / "triton_kernels").exists()
+    script = "import pyops, torch; print(pyops.__file__, pyops.which('polar', torch.ones(2, 2)))"
+    result = run(sys.executable, "-c", script, cwd=tmp_path, PYTHONPATH=str(target))
+    assert result.stdout.startswith(str(target)), result.stderr
+    assert "cpu:" in result.stdout
+
+
+def test_triton_kernels_is_no_top_level_package(tmp_path):
+    script = (
+        "from importlib.util import find_spec;"
+        "print(find_spec('pyops.triton_kernels').name, find_spec('triton_kernels'))"
+    )
+    result = run(sys.executable, "-c", script, cwd=tmp_path)
+    assert result.stdout.split() == ["pyops.triton_kernels", "None"], result.stderr
+
+
+@pytest.fixture
+def python_only(tmp_path):
+    """A copy of the package as a Python-only install leaves it."""
+    ignore = shutil.ignore_patterns("lib", "_C*.so", "__pycache__")
+    shutil.copytree(ROOT / "pyops", tmp_path / "pyops", ignore=ignore)
+    shutil.copytree(ROOT / "triton_kernels", tmp_path / "pyops" / "triton_kernels", ignore=ignore)
+    return tmp_path
+
+
+def test_without_the_library_the_reference_serves_and_says_so_once(python_only):
+    script = (
+        "import torch, pyops; g = torch.eye(3); print(pyops.which('polar', g)); pyops.polar(g);"
+        "pyops.polar(g); print(torch.allclose(pyops.polar(g, method='svd'), g, atol=1e-5))"
+    )
+    result = run(sys.executable, "-c", script, cwd=python_only)
+    assert result.stdout.split() == ["reference", "True"], result.stderr
+    assert result.stderr.count("plain torch reference") == 1
+
+
+def test_without_the_library_strict_refuses(python_only):
+    script = "import torch, pyops; pyops.polar(torch.eye(3))"
+    result = run(sys.executable, "-W", "ignore", "-c", script, cwd=python_only, PYOPS_STRICT="1")
+    assert "PYOPS_STRICT=1" in result.stderr.strip().splitlines()[-1]
+
+
+def test_no_compiler_is_a_python_only_install():
+    result = run(sys.executable, "setup.py", "--name", PATH=str(Path(sys.executable).parent), CXX="")
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.count("Python-only install") == 1
+
+
+@pytest.mark.parametrize(
+    ("environment", "sentence"),
+    [
+        (
+            {"PYOPS_CUDA": "1", "CUDA_HOME": "/nowhere"},
+            "PYOPS_CUDA=1 asks for CUDA kernels, but there is no nvcc at /nowhere",
+        ),
+        ({"PYOPS_CUDA": "maybe"}, "PYOPS_CUDA must be 0 or 1, got 'maybe'"),
+    ],
+)
+def test_refusals_are_one_sentence(environment, sentence):
+    result = run(sys.executable, "setup.py", "-q", "build_ext", "--inplace", **environment)
+    assert result.returncode != 0
+    assert sentence in result.stderr
+    assert "Traceback" not in result.stderr
