@@ -539,16 +539,6 @@ def _direction_context(ctx, inputs, output):
     ctx.settings = inputs[1:]
 
 
-def _plain_op(
-    name: str, schema: str, function: Any, vmap: Any, backward: Any, setup_context: Any = None
-) -> None:
-    """An op that is plain torch on every device: no kernel of its own, but one node of a compiled graph."""
-    op = torch.library.custom_op(f"pyops::{name}", function, mutates_args=(), schema=schema)
-    op.register_fake(lambda *args: _like(args[0]))
-    op.register_vmap(vmap)
-    op.register_autograd(backward, setup_context=setup_context)
-
-
 def _step_amx(*args: Any) -> bool:
     return args[3] == "spectral" and args[12] in ("bfloat16", "bf16x3")
 
@@ -565,27 +555,33 @@ _library.register(
     setup_context=_polar_context,
     uses_amx=lambda *args: args[4] in ("bfloat16", "bf16x3"),
 )
-_plain_op(
+_library.register(
     "polar_backward",
     "(Tensor grad, Tensor g, float[] coefficients, str normalize, float eps, Tensor steps) -> Tensor",
-    reference.polar_backward,
-    _polar_backward_vmap,
-    _no_second_derivative,
+    reference=reference.polar_backward,
+    fake=lambda grad, *args: _like(grad),
+    vmap=_polar_backward_vmap,
+    backward=_no_second_derivative,
+    plain=True,
 )
-_plain_op(
+_library.register(
     "polar_svd",
     "(Tensor g, float rcond) -> Tensor",
-    reference.polar_svd,
-    functools.partial(_first_vmap, "polar_svd"),
-    _polar_svd_grad,
-    _polar_svd_context,
+    reference=reference.polar_svd,
+    fake=lambda g, rcond: _like(g),
+    vmap=functools.partial(_first_vmap, "polar_svd"),
+    backward=_polar_svd_grad,
+    setup_context=_polar_svd_context,
+    plain=True,
 )
-_plain_op(
+_library.register(
     "polar_svd_backward",
     "(Tensor grad, Tensor g, float rcond) -> Tensor",
-    reference.polar_svd_backward,
-    _polar_svd_backward_vmap,
-    _no_second_derivative,
+    reference=reference.polar_svd_backward,
+    fake=lambda grad, *args: _like(grad),
+    vmap=_polar_svd_backward_vmap,
+    backward=_no_second_derivative,
+    plain=True,
 )
 _library.register(
     "unit_direction",

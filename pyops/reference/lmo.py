@@ -147,7 +147,7 @@ def polar(g, coefficients, restarts, form, compute, normalize, eps, tol, min_ste
     vector = wide.shape[-2] == 1 and len(rows) > 0
     x, _, _, bad = normalized(wide, (-2, -1), 0.0 if vector else eps)
     x = x.to(torch.float64 if compute == "float64" else torch.float32)
-    used = torch.full(batch, 0 if vector else len(rows), dtype=torch.int64, device=g.device)
+    used = torch.full(batch, 0 if tol >= 0 else len(rows), dtype=torch.int64, device=g.device)
     if form == "gram" and tol < 0 and not vector:
         x = iterate_gram(x, rows, restarts, compute, normalize)
     elif not vector:
