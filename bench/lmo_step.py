@@ -7,7 +7,6 @@ signs of the embeddings and normalise vectors by their root mean square.
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Sequence
 
 import torch
@@ -93,18 +92,15 @@ def pyops_muon(model: Model) -> list:
     return [Muon(model.matrices, lr=LR, weight_decay=0.0), torch.optim.AdamW(model.others, **ADAMW)]
 
 
-def pyops_scion(light: bool) -> Callable[[Model], list]:
-    def build(model: Model) -> list:
-        from pyops.optim import Scion
+def pyops_scion(model: Model) -> list:
+    from pyops.optim import Scion
 
-        groups = [
-            {"params": model.matrices, "norm": "spectral"},
-            {"params": model.embeddings, "norm": "sign"},
-            {"params": model.vectors, "norm": "rms"},
-        ]
-        return [Scion(groups, lr=LR)]
-
-    return build
+    groups = [
+        {"params": model.matrices, "norm": "spectral"},
+        {"params": model.embeddings, "norm": "sign"},
+        {"params": model.vectors, "norm": "rms"},
+    ]
+    return [Scion(groups, lr=LR, momentum=0.9, constrained=False, method="newton_schulz", steps=5)]
 
 
 def step_case(dtype: torch.dtype, sizes: dict[str, int], rounds: int) -> Case:
@@ -129,18 +125,15 @@ def step_case(dtype: torch.dtype, sizes: dict[str, int], rounds: int) -> Case:
         return max(errors)
 
     def impl(label: str, optimizers: Callable[[Model], list]) -> Impl:
-        return Impl(label, lambda: stepper(optimizers, shapes, dtype), note=inspect.getdoc(optimizers) or "")
+        return Impl(label, lambda: stepper(optimizers, shapes, dtype))
 
     return Case(
         op="lmo",
         name=f"step GPT-2 {count / 1e6:.0f}M {name} weights",
         compute="bfloat16",
         inputs=inputs,
-        ours=impl("pyops.optim.Scion", pyops_scion(light=False)),
-        variants=(
-            impl("pyops.optim.Scion light", pyops_scion(light=True)),
-            impl("pyops.optim.Muon", pyops_muon),
-        ),
+        ours=impl("pyops.optim.Scion", pyops_scion),
+        variants=(impl("pyops.optim.Muon", pyops_muon),),
         peers=(
             impl("torch.optim.Muon", torch_muon),
             impl("pytorch_optimizer Muon", pytorch_optimizer_muon),

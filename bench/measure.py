@@ -7,6 +7,7 @@ import datetime
 import gc
 import os
 import platform
+import sys
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -107,7 +108,8 @@ def spread(values: Sequence[float]) -> dict[str, float]:
 def measure_case(case: Case, peaks: dict[str, float], device: str = "cpu", rounds: int | None = None) -> dict:
     """Build, check and time every implementation of a case; a dictionary ready for JSON."""
     generator = torch.Generator(device=device).manual_seed(20250701)
-    torch.compiler.reset()  # the peers' compiled forms are specialised to this case's shapes
+    if "torch._dynamo" in sys.modules:
+        torch.compiler.reset()  # the peers' compiled forms are specialised to this case's shapes
     built: dict[str, Runner] = {}
     rows: dict[str, dict] = {}
     with torch.no_grad():

@@ -370,20 +370,27 @@ def test_the_promised_table_is_there_in_full_shape():
 def test_every_case_runs_and_is_right(case, monkeypatch):
     """Ours and every peer that is here, once; torch.compile is left to the benchmark itself."""
     if case.env:
-        pytest.skip("needs a process of its own: test_a_capped_case_runs_in_its_own_process")
-    monkeypatch.setattr(torch, "compile", lambda function, **options: function)
+        pytest.skip(
+            "needs a process of its own: test_a_capped_case_and_its_memory_run_in_their_own_processes"
+        )
+    monkeypatch.setattr(
+        torch, "compile", lambda function=None, **_: function or (lambda decorated: decorated)
+    )
     table = rows(measure.measure_case(case, {"bfloat16": 1e12, **PEAKS}, rounds=1))
     failed = {name: row for name, row in table.items() if row["status"] == "failed"}
     assert not failed
     assert all(row["status"] == "ok" for row in table.values() if row["kind"] != "peer")
 
 
-def test_a_capped_case_runs_in_its_own_process(tmp_path):
-    arguments = ["--tiny", "--no-memory", "--case", "ours capped to AVX2", "--out", str(tmp_path)]
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="memory is read from /proc")
+def test_a_capped_case_and_its_memory_run_in_their_own_processes(tmp_path):
+    arguments = ["--tiny", "--case", "ours capped to AVX2", "--out", str(tmp_path)]
     assert harness.main(arguments) == 0
     (case,) = json.loads((tmp_path / "bench.json").read_text())["cases"]
     assert case["env"] == bench_lmo.AVX2 and case["served_by"] in ("cpu:avx2", "cpu:default", "reference")
     assert set(case["peaks"]) == {"float32", "copy"}
+    assert case["memory_failed"] is None
+    assert all(0 <= row["extra_bytes"] < 2**30 for row in case["implementations"])
 
 
 def test_pytest_benchmark_runs_the_same_cases(tmp_path):
