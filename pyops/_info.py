@@ -14,7 +14,7 @@ from pyops import _library
 
 
 class GpuBackend(NamedTuple):
-    """The backend that serves an op on a GPU: triton, cuda, or torch where plain torch is the best there is."""
+    """The backend that serves an op on a GPU: triton, cuda, or torch where plain torch does best."""
 
     kind: str
     why: str
