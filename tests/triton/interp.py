@@ -1,0 +1,93 @@
+"""Runs launchers of triton_kernels/ under Triton's interpreter, in a process of its own.
+
+TRITON_INTERPRET must be set before Triton is imported and then holds for the whole process; other tests want the
+compiler. Tensors travel by torch.save, which keeps strides and shared storages.
+"""
+
+import importlib
+import io
+import multiprocessing
+import os
+import sys
+from concurrent.futures import ProcessPoolExecutor
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+class Interpreter:
+    """`run(module, function, *args)` -> (result, args as they are afterwards), with every torch.empty full of NaN."""
+
+    def __init__(self):
+        context = multiprocessing.get_context("spawn")
+        self.pool = ProcessPoolExecutor(1, mp_context=context, initializer=_start)
+
+    def run(self, module, function, *args):
+        return _unpack(self.pool.submit(_run, module, function, _pack(args)).result())
+
+    def close(self):
+        self.pool.shutdown()
+
+
+def _pack(value):
+    import torch
+
+    buffer = io.BytesIO()
+    torch.save(value, buffer)
+    return buffer.getvalue()
+
+
+def _unpack(data):
+    import torch
+
+    return torch.load(io.BytesIO(data), weights_only=False)
+
+
+def _run(module, function, data):
+    args = _unpack(data)
+    result = getattr(importlib.import_module(module), function)(*args)
+    return _pack((result, args))
+
+
+def _start():
+    os.environ["TRITON_INTERPRET"] = "1"
+    sys.path.insert(0, str(ROOT))
+    import torch
+
+    torch.set_num_threads(1)
+    torch.use_deterministic_algorithms(True)  # fills uninitialised memory with NaN
+    _repair_bfloat16()
+
+
+def _repair_bfloat16():
+    """The interpreter keeps bfloat16 as bit patterns, multiplies the patterns in tl.dot, and converts from and to
+    float64 as if they were integers; its float32 conversion does not round to even. A GPU does none of that.
+    """
+    import numpy as np
+    import triton.language as tl
+    from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
+
+    cast, dot = InterpreterBuilder.cast_impl, InterpreterBuilder.create_dot
+
+    def to_float32(x):
+        if x.dtype.scalar != tl.bfloat16:
+            return x
+        return TensorHandle((x.data.astype(np.uint32) << 16).view(np.float32), tl.float32)
+
+    def to_bfloat16(data):
+        bits = data.astype(np.float32).view(np.uint32)
+        rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
+        return np.where(np.isnan(data), 0x7FC0, rounded).astype(np.uint16)
+
+    def cast_impl(self, src, dst_type):
+        src = to_float32(src)
+        if dst_type.scalar != tl.bfloat16:
+            return cast(self, src, dst_type)
+        return TensorHandle(to_bfloat16(src.data), tl.bfloat16)
+
+    def create_dot(self, a, b, d, *args):
+        return dot(self, to_float32(a), to_float32(b), d, *args)
+
+    InterpreterBuilder.cast_impl = cast_impl
+    InterpreterBuilder.create_dot = create_dot
+    InterpreterBuilder.create_fp_to_fp = lambda self, src, dst_type, rounding_mode: cast_impl(self, src, dst_type)
