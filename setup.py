@@ -111,6 +111,7 @@ def write_ninja(lib, module):
             flags = f"{KERNEL_FLAGS} {ISA_FLAGS[isa]} -DPYOPS_ISA=isa_{isa} -I{csrc}"
             objects.append(compile_(source, f".{isa}", flags=flags))
     objects += [compile_(source, flags=torch_flags) for source in sorted(csrc.glob("*/*_op.cpp"))]
+    objects += [compile_(source, flags=f"-O2 -I{csrc}") for source in sorted(csrc.glob("common/*.cpp"))]
     objects.append(compile_(csrc / "info.cpp", flags=f"{torch_flags} {info_flags}"))
     cudart = ""
     if cuda:

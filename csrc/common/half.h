@@ -7,7 +7,7 @@
 #if defined(__CUDACC__) || defined(__CUDACC_RTC__)
 #define PYOPS_HD __host__ __device__ __forceinline__
 #else
-#define PYOPS_HD inline
+#define PYOPS_HD inline __attribute__((always_inline))  // never a shared copy compiled for one instruction set
 #endif
 
 namespace pyops {

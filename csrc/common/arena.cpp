@@ -1,0 +1,60 @@
+#include "common/arena.h"
+
+#include <sys/mman.h>
+
+#include <mutex>
+#include <new>
+#include <utility>
+
+namespace pyops {
+namespace {
+
+constexpr int64_t kPage = int64_t{2} << 20, kKept = int64_t{64} << 20;
+
+struct Block {
+    char* data = nullptr;
+    int64_t bytes = 0;
+};
+std::mutex mutex;
+Block kept;  // of at most kKept bytes
+
+void release(Block block) {
+    if (block.data) munmap(block.data, static_cast<size_t>(block.bytes));
+}
+
+Block map(int64_t bytes) {
+    void* p = mmap(nullptr, static_cast<size_t>(bytes + kPage), PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+    if (p == MAP_FAILED) throw std::bad_alloc();
+    char* start = static_cast<char*>(p);
+    char* aligned = start + (kPage - reinterpret_cast<uintptr_t>(start) % kPage) % kPage;
+    if (aligned != start) munmap(start, static_cast<size_t>(aligned - start));
+    if (const auto tail = start + kPage - aligned) munmap(aligned + bytes, static_cast<size_t>(tail));
+    madvise(aligned, static_cast<size_t>(bytes), MADV_HUGEPAGE);
+    return {aligned, bytes};
+}
+
+}  // namespace
+
+Arena::Arena(int64_t bytes) {
+    bytes = (bytes + kPage - 1) / kPage * kPage;
+    if (bytes == 0) return;
+    Block block;
+    {
+        const std::lock_guard lock(mutex);
+        if (kept.bytes >= bytes) block = std::exchange(kept, {});
+    }
+    if (!block.data) block = map(bytes);
+    data_ = block.data;
+    bytes_ = block.bytes;
+}
+
+Arena::~Arena() {
+    Block block{data_, bytes_};
+    if (bytes_ <= kKept) {
+        const std::lock_guard lock(mutex);
+        if (bytes_ > kept.bytes) std::swap(block, kept);
+    }
+    release(block);
+}
+
+}  // namespace pyops

@@ -1,0 +1,341 @@
+// The products of the spectral iteration on AMX tiles (see lmo.h for the mathematics, common/amx.h for the layouts).
+//
+// Gram matrix, R = X X^T (n x m, n <= m): only blocks I >= J are computed, each stored with its mirror. X is kept in
+// left layout alone; the right operand is made once per element by transposing tiles: for eight column panels (256 rows
+// of X) and kChunk columns at a time, so that it and the float32 partial sums stay in L2.
+//   n^2 m multiply-adds (half of the full product), per 32x32x32 step 64 cycles, one 16x16 transposition amortised over
+//   n/64 steps.
+// Symmetric product, D = c L R + c1 M1 + c2 M2 of commuting symmetric matrices: the same, with operands that already
+//   have both layouts; the polynomial is the epilogue.  n^3 multiply-adds.
+// Update, X <- alpha X + Z X, in place: each thread owns a range of column panels and walks it in groups of up to eight
+//   whose right-layout copy (n x 256) stays in L2; the last update hands float32 blocks to the sink, which writes the
+//   weights.  2 n^2 m multiply-adds.
+// Bytes beyond the operands: 2 P n m for X per product, read from L3 where it exceeds L2.
+#pragma once
+
+#include "common/amx.h"
+
+#if defined(__AVX512F__)
+
+#include <algorithm>
+
+#include "common/team.h"
+
+#pragma GCC push_options
+#pragma GCC target("avx512f,avx512bw,avx512dq,avx512vl,avx512bf16,amx-tile,amx-bf16")
+
+namespace pyops::PYOPS_ISA {
+
+template <int P>
+class AmxEngine {
+  public:
+    using Scalar = float;
+    using Bf16 = amx::Bf16;
+    struct Symmetric {
+        Bf16* left = nullptr;   // P pieces each, piece_ elements apart
+        Bf16* right = nullptr;
+    };
+    static constexpr int kProductPieces = P;           // what products use of X
+    static constexpr int kMaxPieces = P == 1 ? 2 : P;  // what may be stored: bf16 carries a second one at first
+    static constexpr int64_t kPanels = 8, kChunk = 32;
+
+    // Carves its buffers from `arena` (of arena_bytes()); `team_size` threads will call the members together.
+    AmxEngine(int64_t n, int64_t m, int team_size, char* arena) : n_(n), m_(m) {
+        set_sizes();
+        char* p = arena;
+        const auto take = [&p](int64_t bytes) {
+            char* r = p;
+            p += (bytes + 63) / 64 * 64;
+            return r;
+        };
+        x_ = reinterpret_cast<Bf16*>(take(kMaxPieces * x_piece_ * 2));
+        for (Bf16*& b : pool_) b = reinterpret_cast<Bf16*>(take(P * piece_ * 2));
+        partial_ = reinterpret_cast<float*>(take(partial_bytes()));
+        transposed_ = reinterpret_cast<Bf16*>(take(transposed_bytes()));
+        panels_ = reinterpret_cast<Bf16*>(take(panel_elements() * 2 * team_size));
+        sums_ = reinterpret_cast<double*>(take(nb_ * nb_ * 8));
+        gram = {pool_[0], pool_[1]};
+        first_z = {pool_[2], pool_[3]};
+        z = {pool_[2], nullptr};
+        q[0] = {nullptr, pool_[3]};
+        q[1] = {nullptr, pool_[4]};
+        last_q = {pool_[5], nullptr};
+        rz = {nullptr, pool_[6]};
+    }
+
+    static int64_t arena_bytes(int64_t n, int64_t m, int team_size) {
+        AmxEngine e(n, m);
+        return (kMaxPieces * e.x_piece_ * 2) + 7 * (P * e.piece_ * 2) + e.partial_bytes() + e.transposed_bytes() +
+               e.panel_elements() * 2 * team_size + e.nb_ * e.nb_ * 8 + 64 * 16;
+    }
+
+    // The matrices of the iteration, with the layouts their uses need. Q is kept without its multiple of the identity,
+    // so after a segment's first step it is Z: q[0] and first_z share their right layout.
+    Symmetric gram, first_z, z, rz, q[2], last_q;
+
+    int64_t block_rows() const { return nb_; }
+    int64_t block_cols() const { return mb_; }
+
+    // Stores the 32 x 32 float block (i, j) of X, read with row stride `ld`, as `pieces` pieces.
+    void store_block(int64_t i, int64_t j, const float* c, int64_t ld, int pieces) {
+        Bf16* t = x_ + (i * mb_ + j) * amx::kBlockSize;
+        for (int r = 0; r < 32; ++r)
+            amx::store_pieces(_mm512_loadu_ps(c + ld * r), _mm512_loadu_ps(c + ld * r + 16), t + 32 * r, x_piece_,
+                              pieces);
+    }
+
+    void load_block(int64_t i, int64_t j, float* c, int pieces) const {
+        const Bf16* s = x_ + (i * mb_ + j) * amx::kBlockSize;
+        for (int r = 0; r < 32; ++r) {
+            __m512 a = _mm512_setzero_ps(), b = a;
+            for (int p = 0; p < pieces; ++p) {
+                const __m512i row = _mm512_load_si512(s + p * x_piece_ + 32 * r);
+                a = _mm512_add_ps(a, amx::widen(row, 0));
+                b = _mm512_add_ps(b, amx::widen(row, 1));
+            }
+            _mm512_storeu_ps(c + 32 * r, a);
+            _mm512_storeu_ps(c + 32 * r + 16, b);
+        }
+    }
+
+    enum class Sum { None, Squares, Idempotency };
+
+    // out = c * product + c1 * m1 + c2 * m2, for I >= J with mirror.
+    struct Combination {
+        Symmetric out;
+        float c = 1;
+        float c1 = 0;
+        Symmetric m1{};
+        float c2 = 0;
+        Symmetric m2{};
+        Sum sum = Sum::None;  // of out^2, or of (product - m1)^2
+    };
+
+    // out = X X^T
+    void gram_matrix(const Team& team, const Combination& e) { symmetric<true>(team, x_, x_piece_, mb_, nullptr, e); }
+
+    // out = c * left * right + ...
+    void product(const Team& team, const Symmetric& left, const Symmetric& right, const Combination& e) {
+        symmetric<false>(team, left.left, piece_, nb_, right.right, e);
+    }
+
+    // The sum asked for by the last product, in a fixed order; valid on every member after a wait.
+    double sum() const {
+        double s = 0;
+        for (int64_t i = 0; i < nb_; ++i)
+            for (int64_t j = 0; j <= i; ++j) s += (i == j ? 1 : 2) * sums_[i * nb_ + j];
+        return s;
+    }
+
+    // X <- alpha X + left X. X is read as `pieces_in` pieces in the term alpha X and stored as `pieces_out` (0: not);
+    // with a sink, each float block (i, j) goes to sink->block(i, j, c) as well.
+    template <class Sink>
+    void update(const Team& team, const Symmetric& left, float alpha, int pieces_in, int pieces_out, Sink* sink) {
+        const amx::TileScope tiles;
+        alignas(64) float c[1024];
+        Bf16* panels = panels_ + team.rank * panel_elements();
+        const int64_t end = team.end(mb_);
+        for (int64_t j0 = team.begin(mb_); j0 < end; j0 += kPanels) {
+            const int64_t j1 = std::min(j0 + kPanels, end);
+            const int64_t panel_piece = kPanels * nb_ * amx::kBlockSize;
+            for (int64_t k = 0; k < nb_; ++k)
+                for (int64_t j = j0; j < j1; ++j)
+                    for (int p = 0; p < P; ++p)
+                        amx::left_to_right(x_ + p * x_piece_ + (k * mb_ + j) * amx::kBlockSize,
+                                           panels + p * panel_piece + ((j - j0) * nb_ + k) * amx::kBlockSize);
+            for (int64_t i = 0; i < nb_; ++i)
+                for (int64_t j = j0; j < j1; ++j) {
+                    amx::zero_accumulator();
+                    amx::accumulate<P>(left.left + i * nb_ * amx::kBlockSize, piece_,
+                                       panels + (j - j0) * nb_ * amx::kBlockSize, panel_piece, nb_);
+                    amx::store_accumulator(c);
+                    finish_update(x_ + (i * mb_ + j) * amx::kBlockSize, c, alpha, pieces_in, pieces_out,
+                                  sink != nullptr);
+                    if (sink) sink->block(i, j, c);
+                }
+        }
+    }
+
+  private:
+    AmxEngine(int64_t n, int64_t m) : n_(n), m_(m) { set_sizes(); }
+
+    void set_sizes() {
+        nb_ = (n_ + 31) / 32;
+        mb_ = (m_ + 31) / 32;
+        x_piece_ = nb_ * mb_ * amx::kBlockSize;
+        piece_ = nb_ * nb_ * amx::kBlockSize;
+    }
+    int64_t chunk() const { return std::min(kChunk, std::max(nb_, mb_)); }
+    int64_t panel_elements() const { return P * kPanels * nb_ * amx::kBlockSize; }
+    int64_t partial_bytes() const { return std::max(nb_, mb_) > kChunk ? nb_ * kPanels * 1024 * 4 : 0; }
+    int64_t transposed_elements() const { return P * kPanels * chunk() * amx::kBlockSize; }
+    int64_t transposed_bytes() const { return 2 * transposed_elements() * 2; }
+
+    // kBuild: the right operand is the transpose of `left`, built chunk by chunk.
+    template <bool kBuild>
+    void symmetric(const Team& team, const Bf16* left, int64_t left_piece, int64_t kb, const Bf16* right,
+                   const Combination& e) {
+        const amx::TileScope tiles;
+        alignas(64) float c[1024];
+        int buffer = 0;
+        for (int64_t j0 = 0; j0 < nb_; j0 += kPanels) {
+            const int64_t j1 = std::min(j0 + kPanels, nb_);
+            for (int64_t k0 = 0; k0 < kb; k0 += kChunk) {
+                const int64_t k1 = std::min(k0 + kChunk, kb), blocks = k1 - k0;
+                const bool first = k0 == 0, last = k1 == kb;
+                int64_t right_piece = piece_;
+                Bf16* built = transposed_ + buffer * transposed_elements();
+                if constexpr (kBuild) {
+                    right_piece = kPanels * chunk() * amx::kBlockSize;
+                    const int64_t work = (j1 - j0) * blocks;
+                    for (int64_t w = team.begin(work); w < team.end(work); ++w) {
+                        const int64_t j = j0 + w / blocks, k = w % blocks;
+                        for (int p = 0; p < P; ++p) {
+                            const Bf16* s = left + p * left_piece + (j * kb + k0 + k) * amx::kBlockSize;
+                            Bf16* t = built + p * right_piece + ((j - j0) * chunk() + k) * amx::kBlockSize;
+                            amx::transpose_tile(s, t);
+                            amx::transpose_tile(s + amx::kTile, t + amx::kTile);
+                        }
+                    }
+                    team.wait();
+                    buffer ^= 1;
+                }
+                for (int64_t i = j0; i < nb_; ++i) {
+                    // Rows are dealt in snake order: the first few of a stripe are short.
+                    const int64_t turn = (i - j0) / team.size, seat = (i - j0) % team.size;
+                    if ((turn % 2 ? team.size - 1 - seat : seat) != team.rank) continue;
+                    for (int64_t j = j0; j < std::min(j1, i + 1); ++j) {
+                        float* partial = partial_ + (i * kPanels + j - j0) * 1024;
+                        if (first)
+                            amx::zero_accumulator();
+                        else
+                            amx::load_accumulator(partial);
+                        const Bf16* r = kBuild ? built + (j - j0) * chunk() * amx::kBlockSize
+                                               : right + (j * kb + k0) * amx::kBlockSize;
+                        amx::accumulate<P>(left + (i * kb + k0) * amx::kBlockSize, left_piece, r, right_piece, blocks);
+                        if (!last) {
+                            amx::store_accumulator(partial);
+                            continue;
+                        }
+                        amx::store_accumulator(c);
+                        finish_symmetric(e, c, i, j);
+                    }
+                }
+            }
+        }
+    }
+
+    // 16 rows-pairs by 2 halves of a symmetric matrix's block, widened: even rows in v[0..1], odd rows in v[2..3].
+    void load_pair(const Symmetric& s, int64_t i, int64_t j, int row_pair, __m512 v[4]) const {
+        for (int t = 0; t < 4; ++t) v[t] = _mm512_setzero_ps();
+        for (int p = 0; p < P; ++p) {
+            if (s.left) {
+                const Bf16* b = s.left + p * piece_ + (i * nb_ + j) * amx::kBlockSize + row_pair * 64;
+                const __m512i even = _mm512_load_si512(b), odd = _mm512_load_si512(b + 32);
+                v[0] = _mm512_add_ps(v[0], amx::widen(even, 0));
+                v[1] = _mm512_add_ps(v[1], amx::widen(even, 1));
+                v[2] = _mm512_add_ps(v[2], amx::widen(odd, 0));
+                v[3] = _mm512_add_ps(v[3], amx::widen(odd, 1));
+            } else {
+                const Bf16* b = s.right + p * piece_ + (j * nb_ + i) * amx::kBlockSize + row_pair * 32;
+                const __m512i low = _mm512_load_si512(b), high = _mm512_load_si512(b + amx::kTile);
+                v[0] = _mm512_add_ps(v[0], amx::widen_even(low));
+                v[1] = _mm512_add_ps(v[1], amx::widen_even(high));
+                v[2] = _mm512_add_ps(v[2], amx::widen_odd(low));
+                v[3] = _mm512_add_ps(v[3], amx::widen_odd(high));
+            }
+        }
+    }
+
+    void finish_symmetric(const Combination& e, float* c, int64_t i, int64_t j) {
+        if (i == j) {  // products of commuting matrices are symmetric up to rounding: make the block exactly so
+            alignas(64) float t[1024];
+            std::copy(c, c + 1024, t);
+            amx::transpose_floats(t);
+            for (int r = 0; r < 64; ++r)
+                _mm512_store_ps(c + 16 * r, _mm512_mul_ps(_mm512_set1_ps(0.5f), _mm512_add_ps(_mm512_load_ps(c + 16 * r),
+                                                                                             _mm512_load_ps(t + 16 * r))));
+        }
+        alignas(64) Bf16 spare_left[P][1024], spare_right[P][1024];
+        Bf16 *to_left[P], *to_right[P];
+        for (int p = 0; p < P; ++p) {
+            to_left[p] = e.out.left ? e.out.left + p * piece_ + (i * nb_ + j) * amx::kBlockSize : spare_left[p];
+            to_right[p] = e.out.right ? e.out.right + p * piece_ + (j * nb_ + i) * amx::kBlockSize : spare_right[p];
+        }
+        const __m512 scale = _mm512_set1_ps(e.c), scale1 = _mm512_set1_ps(e.c1), scale2 = _mm512_set1_ps(e.c2);
+        __m512 squares = _mm512_setzero_ps();
+        for (int r = 0; r < 16; ++r) {
+            __m512 v[4], add[4];
+            for (int t = 0; t < 4; ++t) v[t] = _mm512_load_ps(c + 64 * r + 16 * t);
+            if (e.c1 != 0 || e.sum == Sum::Idempotency) {
+                load_pair(e.m1, i, j, r, add);
+                if (e.sum == Sum::Idempotency)
+                    for (int t = 0; t < 4; ++t) {
+                        const __m512 d = _mm512_sub_ps(v[t], add[t]);
+                        squares = _mm512_fmadd_ps(d, d, squares);
+                    }
+                for (int t = 0; t < 4; ++t) v[t] = _mm512_fmadd_ps(v[t], scale, _mm512_mul_ps(scale1, add[t]));
+            } else {
+                for (int t = 0; t < 4; ++t) v[t] = _mm512_mul_ps(v[t], scale);
+            }
+            if (e.c2 != 0) {
+                load_pair(e.m2, i, j, r, add);
+                for (int t = 0; t < 4; ++t) v[t] = _mm512_fmadd_ps(scale2, add[t], v[t]);
+            }
+            if (e.sum == Sum::Squares)
+                for (int t = 0; t < 4; ++t) squares = _mm512_fmadd_ps(v[t], v[t], squares);
+            for (int p = 0; p < P; ++p) {
+                const __m512i low = amx::narrow_pairs(v[0], v[2]), high = amx::narrow_pairs(v[1], v[3]);
+                _mm512_store_si512(to_right[p] + 32 * r, low);
+                _mm512_store_si512(to_right[p] + amx::kTile + 32 * r, high);
+                _mm512_store_si512(to_left[p] + 64 * r, amx::narrow(v[0], v[1]));
+                _mm512_store_si512(to_left[p] + 64 * r + 32, amx::narrow(v[2], v[3]));
+                if (p + 1 == P) break;
+                v[0] = _mm512_sub_ps(v[0], amx::widen_even(low));
+                v[1] = _mm512_sub_ps(v[1], amx::widen_even(high));
+                v[2] = _mm512_sub_ps(v[2], amx::widen_odd(low));
+                v[3] = _mm512_sub_ps(v[3], amx::widen_odd(high));
+            }
+        }
+        if (e.sum != Sum::None) sums_[i * nb_ + j] = _mm512_reduce_add_ps(squares);
+        if (i == j) return;
+        for (int p = 0; p < P; ++p)
+            for (int64_t h = 0; h < 2 * amx::kTile; h += amx::kTile) {
+                if (e.out.left)
+                    amx::transpose_tile(to_right[p] + h, e.out.left + p * piece_ + (j * nb_ + i) * amx::kBlockSize + h);
+                if (e.out.right)
+                    amx::transpose_tile(to_left[p] + h, e.out.right + p * piece_ + (i * nb_ + j) * amx::kBlockSize + h);
+            }
+    }
+
+    void finish_update(Bf16* x, float* c, float alpha, int pieces_in, int pieces_out, bool keep) {
+        const __m512 scale = _mm512_set1_ps(alpha);
+        for (int r = 0; r < 32; ++r) {
+            __m512 a = _mm512_load_ps(c + 32 * r), b = _mm512_load_ps(c + 32 * r + 16);
+            for (int p = pieces_in - 1; p >= 0; --p) {
+                const __m512i row = _mm512_load_si512(x + p * x_piece_ + 32 * r);
+                a = _mm512_fmadd_ps(scale, amx::widen(row, 0), a);
+                b = _mm512_fmadd_ps(scale, amx::widen(row, 1), b);
+            }
+            if (keep) {
+                _mm512_store_ps(c + 32 * r, a);
+                _mm512_store_ps(c + 32 * r + 16, b);
+            }
+            if (pieces_out) amx::store_pieces(a, b, x + 32 * r, x_piece_, pieces_out);
+        }
+    }
+
+    int64_t n_, m_, nb_ = 0, mb_ = 0, x_piece_ = 0, piece_ = 0;
+    Bf16* x_ = nullptr;
+    Bf16* pool_[7] = {};
+    float* partial_ = nullptr;
+    Bf16* transposed_ = nullptr;
+    Bf16* panels_ = nullptr;
+    double* sums_ = nullptr;
+};
+
+}  // namespace pyops::PYOPS_ISA
+
+#pragma GCC pop_options
+
+#endif  // __AVX512F__

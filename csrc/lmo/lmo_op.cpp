@@ -1,0 +1,206 @@
+// The ops of the lmo family: schemas, checks, allocation, CPU and CUDA registration.
+#include <torch/csrc/stable/library.h>
+#include <torch/csrc/stable/ops.h>
+
+#include <cmath>
+
+#include "common/check.h"
+#include "common/isa.h"
+#include "common/threads.h"
+#include "lmo/lmo.h"
+
+namespace pyops {
+namespace {
+
+Compute checked_compute(const std::string& name, std::string_view op) {
+    if (name == "float64") return Compute::Float64;
+    if (name == "float32") return Compute::Float32;
+    if (name == "bf16x3") return Compute::Bf16x3;
+    PYOPS_CHECK(name == "bfloat16", op, "compute", "must be float64, float32, bf16x3 or bfloat16", name);
+    return Compute::Bf16;
+}
+
+LmoNorm checked_norm(const std::string& name, std::string_view op, bool spectral) {
+    if (name == "spectral" && spectral) return LmoNorm::Spectral;
+    if (name == "sign") return LmoNorm::Sign;
+    if (name == "col") return LmoNorm::Col;
+    if (name == "row") return LmoNorm::Row;
+    PYOPS_CHECK(name == "euclidean", op, "norm",
+                spectral ? "must be spectral, sign, col, row or euclidean" : "must be sign, col, row or euclidean", name);
+    return LmoNorm::Euclidean;
+}
+
+void set_iteration(LmoPlan& plan, std::string_view op, const std::vector<double>& coefficients,
+                   const std::vector<int64_t>& restarts, const std::string& form, const std::string& compute, double eps) {
+    PYOPS_CHECK(coefficients.size() % 3 == 0, op, "coefficients", "must hold three numbers per step",
+                std::to_string(coefficients.size()));
+    for (size_t i = 0; i + 1 < restarts.size(); ++i)
+        PYOPS_CHECK(restarts[i] < restarts[i + 1], op, "restarts", "must ascend", std::to_string(restarts[i + 1]));
+    PYOPS_CHECK(restarts.empty() || restarts[0] >= 1, op, "restarts", "must be at least 1", std::to_string(restarts[0]));
+    PYOPS_CHECK(form == "auto" || form == "direct" || form == "gram", op, "form", "must be auto, direct or gram", form);
+    PYOPS_CHECK(eps >= 0 && std::isfinite(eps), op, "eps", "must be finite and at least 0", std::to_string(eps));
+    plan.coefficients = coefficients.data();
+    plan.steps = static_cast<int64_t>(coefficients.size() / 3);
+    plan.restarts = restarts.data();
+    plan.restart_count = static_cast<int64_t>(restarts.size());
+    plan.form = form == "auto" ? Form::Auto : form == "gram" ? Form::Gram : Form::Direct;
+    plan.compute = checked_compute(compute, op);
+    plan.eps = eps;
+}
+
+// The matrices of a [..., rows, cols] tensor.
+std::vector<MatrixView> matrices(const Tensor& t, DType dtype) {
+    const int64_t dim = t.dim(), rows = t.size(dim - 2), cols = t.size(dim - 1);
+    int64_t count = 1;
+    for (int64_t d = 0; d < dim - 2; ++d) count *= t.size(d);
+    std::vector<MatrixView> views(static_cast<size_t>(count));
+    auto* data = static_cast<char*>(t.data_ptr());
+    for (int64_t b = 0; b < count; ++b) {
+        int64_t offset = 0, rest = b;
+        for (int64_t d = dim - 3; d >= 0; --d) {
+            offset += rest % t.size(d) * t.stride(d);
+            rest /= t.size(d);
+        }
+        views[static_cast<size_t>(b)] = {data + offset * size_of(dtype), dtype, rows, cols, t.stride(dim - 2), t.stride(dim - 1)};
+    }
+    return views;
+}
+
+std::vector<int64_t> sizes_of(const Tensor& t, int64_t dims) {
+    std::vector<int64_t> sizes;
+    for (int64_t d = 0; d < dims; ++d) sizes.push_back(t.size(d));
+    return sizes;
+}
+
+DType checked_matrices(const Tensor& t, std::string_view op, std::string_view argument) {
+    const DType dtype = checked_dtype(t, op, argument);
+    PYOPS_CHECK(t.dim() >= 2, op, argument, "must have at least 2 dimensions", shape_text(t));
+    return dtype;
+}
+
+void run(const LmoPlan& plan, std::vector<LmoTask>& tasks) {
+    PYOPS_ISA_CALL(lmo_steps, plan, tasks.data(), static_cast<int64_t>(tasks.size()), kernel_threads());
+}
+
+std::tuple<Tensor, Tensor, Tensor> polar(Tensor g, std::vector<double> coefficients, std::vector<int64_t> restarts,
+                                         std::string form, std::string compute, std::string normalize, double eps,
+                                         double tol, int64_t min_steps, bool with_residual) {
+    const DType dtype = checked_matrices(g, "polar", "g");
+    LmoPlan plan;
+    set_iteration(plan, "polar", coefficients, restarts, form, compute, eps);
+    PYOPS_CHECK(normalize == "fro" || normalize == "schatten4", "polar", "normalize", "must be fro or schatten4", normalize);
+    PYOPS_CHECK(!std::isnan(tol), "polar", "tol", "must be a number", std::to_string(tol));
+    PYOPS_CHECK(min_steps >= 0, "polar", "min_steps", "must be at least 0", std::to_string(min_steps));
+    plan.schatten4 = normalize == "schatten4";
+    plan.tolerance = tol;
+    plan.min_steps = min_steps;
+
+    Tensor out = allocate(g, sizes_of(g, g.dim()));
+    const bool reports = with_residual || tol >= 0;
+    const auto batch = reports ? sizes_of(g, g.dim() - 2) : std::vector<int64_t>{0};
+    Tensor residual = allocate(g, batch, dtype == DType::F64 ? ScalarType::Double : ScalarType::Float);
+    Tensor steps = allocate(g, batch, ScalarType::Long);
+    const auto grads = matrices(g, dtype), results = matrices(out, dtype);
+    std::vector<LmoTask> tasks(grads.size());
+    std::vector<double> residuals(reports ? grads.size() : 0);
+    auto* used = reports ? static_cast<int64_t*>(steps.data_ptr()) : nullptr;
+    for (size_t i = 0; i < tasks.size(); ++i) {
+        tasks[i].weight = results[i];
+        tasks[i].grad = grads[i];
+        if (reports) {
+            tasks[i].residual = &residuals[i];
+            tasks[i].steps_used = used + i;
+        }
+    }
+    run(plan, tasks);
+    for (size_t i = 0; i < residuals.size(); ++i) {
+        if (grads[i].rows == 0 || grads[i].cols == 0) used[i] = 0;
+        if (dtype == DType::F64)
+            static_cast<double*>(residual.data_ptr())[i] = residuals[i];
+        else
+            static_cast<float*>(residual.data_ptr())[i] = static_cast<float>(residuals[i]);
+    }
+    return {out, residual, steps};
+}
+
+Tensor unit_direction(Tensor g, std::string norm, double scale) {
+    const DType dtype = checked_matrices(g, "unit_direction", "g");
+    LmoPlan plan;
+    plan.norm = checked_norm(norm, "unit_direction", false);
+    Tensor out = allocate(g, sizes_of(g, g.dim()));
+    const auto grads = matrices(g, dtype), results = matrices(out, dtype);
+    std::vector<LmoTask> tasks(grads.size());
+    for (size_t i = 0; i < tasks.size(); ++i) {
+        tasks[i].weight = results[i];
+        tasks[i].grad = grads[i];
+        tasks[i].step = -scale;
+    }
+    run(plan, tasks);
+    return out;
+}
+
+void lmo_step_(std::vector<Tensor> weights, std::vector<Tensor> grads, std::vector<Tensor> momenta, std::string norm,
+               std::vector<double> shrinks, std::vector<double> steps, double momentum, bool nesterov, double grad_decay,
+               std::vector<double> coefficients, std::vector<int64_t> restarts, std::string form, std::string compute,
+               double eps, int64_t seed) {
+    constexpr std::string_view op = "lmo_step_";
+    LmoPlan plan;
+    plan.norm = checked_norm(norm, op, true);
+    set_iteration(plan, op, coefficients, restarts, form, compute, eps);
+    plan.momentum = momentum;
+    plan.nesterov = nesterov;
+    plan.grad_decay = momenta.empty() ? grad_decay : 1;
+    plan.seed = seed;
+    const size_t count = weights.size();
+    const auto same_count = [&](size_t n, const char* argument) {
+        PYOPS_CHECK(n == count, op, argument, "must have one entry per weight (" + std::to_string(count) + ")", std::to_string(n));
+    };
+    same_count(grads.size(), "grads");
+    if (!momenta.empty()) same_count(momenta.size(), "momenta");
+    same_count(shrinks.size(), "shrinks");
+    same_count(steps.size(), "steps");
+    std::vector<LmoTask> tasks;
+    for (size_t i = 0; i < count; ++i) {
+        const auto views = [&](const Tensor& t, const char* argument) {
+            const DType dtype = checked_matrices(t, op, argument);
+            PYOPS_CHECK(sizes_of(t, t.dim()) == sizes_of(weights[i], weights[i].dim()), op, argument,
+                        "must have the weight's shape " + shape_text(weights[i]), shape_text(t));
+            return matrices(t, dtype);
+        };
+        const auto w = views(weights[i], "weights"), g = views(grads[i], "grads");
+        const auto m = momenta.empty() ? std::vector<MatrixView>(w.size()) : views(momenta[i], "momenta");
+        for (size_t b = 0; b < w.size(); ++b) {
+            LmoTask task;
+            task.weight = w[b];
+            task.grad = g[b];
+            task.momentum = m[b];
+            task.shrink = shrinks[i];
+            task.step = steps[i];
+            task.tensor = static_cast<int64_t>(i);
+            task.first_element = static_cast<int64_t>(b) * w[b].rows * w[b].cols;
+            tasks.push_back(task);
+        }
+    }
+    run(plan, tasks);
+}
+
+}  // namespace
+
+STABLE_TORCH_LIBRARY_FRAGMENT(pyops, m) {
+    m.def(
+        "polar(Tensor g, float[] coefficients, int[] restarts, str form, str compute, str normalize, float eps, float tol, "
+        "int min_steps, bool with_residual) -> (Tensor, Tensor, Tensor)");
+    m.def("unit_direction(Tensor g, str norm, float scale) -> Tensor");
+    m.def(
+        "lmo_step_(Tensor(a!)[] weights, Tensor(b!)[] grads, Tensor(c!)[] momenta, str norm, float[] shrinks, "
+        "float[] steps, float momentum, bool nesterov, float grad_decay, float[] coefficients, int[] restarts, str form, "
+        "str compute, float eps, int seed) -> ()");
+}
+
+STABLE_TORCH_LIBRARY_IMPL(pyops, CPU, m) {
+    m.impl("polar", TORCH_BOX(&polar));
+    m.impl("unit_direction", TORCH_BOX(&unit_direction));
+    m.impl("lmo_step_", TORCH_BOX(&lmo_step_));
+}
+
+}  // namespace pyops
