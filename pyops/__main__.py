@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
 
+INTERRUPTED = 130
 CHECKOUT = Path(__file__).resolve().parent.parent
 
 
@@ -21,7 +24,14 @@ def _need(folder: str) -> Path:
 
 
 def _run(*command: str | Path) -> int:
-    return subprocess.run([sys.executable, *map(str, command)], cwd=CHECKOUT).returncode
+    """Runs Python on something of the checkout, from the user's folder; Ctrl-C is the child's to handle."""
+    path = os.pathsep.join(filter(None, [str(CHECKOUT), os.environ.get("PYTHONPATH")]))
+    previous = signal.signal(signal.SIGINT, lambda *_: None)
+    try:
+        environment = {**os.environ, "PYTHONPATH": path}
+        return subprocess.run([sys.executable, *map(str, command)], env=environment).returncode
+    finally:
+        signal.signal(signal.SIGINT, previous)
 
 
 def papers() -> dict[str, Path]:
@@ -39,8 +49,10 @@ def demo(out: str) -> int:
     """Measures every op against its peers, then trains a small language model with Scion and with AdamW."""
     folder = Path(out).resolve()
     measured = bench(["--quick", "--out", str(folder / "bench")])
+    if measured == INTERRUPTED:
+        return measured
     trained = _run(papers()["scion"], "--demo", "--out", folder / "scion")
-    return measured or trained
+    return trained or measured
 
 
 def reproduce(names: list[str], quick: bool, out: str | None) -> int:
@@ -50,7 +62,10 @@ def reproduce(names: list[str], quick: bool, out: str | None) -> int:
     for name in names:
         print(f"== {name}", flush=True)
         options = ["--quick"] * quick + (["--out", str(Path(out).resolve() / name)] if out else [])
-        if _run(known[name], *options) != 0:
+        status = _run(known[name], *options)
+        if status == INTERRUPTED:
+            return status
+        if status != 0:
             failed.append(name)
     if failed:
         print(f"missed or failed: {', '.join(failed)}")
