@@ -114,7 +114,7 @@ struct UnitPlan {
 };
 
 template <class Acc>
-__global__ void __launch_bounds__(kBlock, 2) norm_partials(Source source, UnitPlan plan, Acc* partials, Factor<Acc>* factors) {
+__global__ void __launch_bounds__(kBlock, sizeof(Acc) == 8 ? 2 : 4) norm_partials(Source source, UnitPlan plan, Acc* partials, Factor<Acc>* factors) {
   constexpr int warps = kBlock / 32;
   PYOPS_SHARED(Acc, sums, 3 * warps);
   const int thread = static_cast<int>(threadIdx.x), lanes = plan.lanes, lane = thread & (lanes - 1);

@@ -249,6 +249,8 @@ template <class T>
 struct SharedElement {  // array[i]: reads and writes are checked. Name the type of what it is read into; auto is not it.
   Region* region;
   size_t offset;
+  SharedElement(Region* r, size_t o) : region(r), offset(o) {}
+  SharedElement(const SharedElement&) = default;
   T* address() const { return reinterpret_cast<T*>(region->data() + offset); }
   operator T() const {
     touch(*region, offset, sizeof(T), false, false);
