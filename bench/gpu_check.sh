@@ -22,6 +22,7 @@ total=${GPU_CHECK_SECONDS:-570}
 logs=$(mktemp -d)
 trap 'rm -rf "$logs"' EXIT
 mkdir -p "$out"
+[ -n "${OUT:-}" ] || echo '*' >"$out/.gitignore"
 rm -f "$out"/gpu_check.json "$out"/gpu_check.log "$out"/bench.json "$out"/bench.html
 names=() states=() times=() reasons=()
 
@@ -77,7 +78,7 @@ if [ "$dry" = yes ]; then
   part tests 400 "$python" -m pytest -q -m "gpu or not slow" tests/cuda tests/triton
   part memcheck 60 bash -c 'sanitizer memcheck'
   part racecheck 60 bash -c 'sanitizer racecheck'
-  part bench 200 "$python" -m pyops bench --tiny --out "$out"
+  part bench 300 "$python" -m pyops bench --tiny --rounds 1 --no-memory --out "$out"
 else
   part machine 20 nvidia-smi --query-gpu=name,driver_version,memory.total --format=csv,noheader
   part build 180 env PYOPS_CUDA=1 "$python" -m pip install --no-build-isolation --no-deps --editable .
@@ -106,10 +107,10 @@ for i in "${!names[@]}"; do
   if [ "${states[i]}" = FAIL ]; then
     failed=1
     printf '\n===== FAIL %s: %s\n' "${names[i]}" "${reasons[i]}"
-    [ -f "$logs/${names[i]}" ] && tail -n 25 "$logs/${names[i]}"
+    [ -f "$logs/${names[i]}" ] && tail -n 40 "$logs/${names[i]}"
   fi
 done
-if [ -f "$logs/bench" ]; then
+if [ "${states[-1]}" = ok ]; then
   printf '\n===== benchmarks\n'
   grep -v '^written: ' "$logs/bench" | tail -n 40
 fi
