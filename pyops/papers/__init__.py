@@ -1,0 +1,1 @@
+"""One module per paper: its method, on top of the ops. See seeds/<paper>/ for what each reproduces."""
