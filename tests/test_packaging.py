@@ -68,11 +68,80 @@ def test_wide_registers_are_used_where_they_should_be():
             assert ("%zmm" if isa_of(path) == "avx512" else "%ymm") in run("objdump", "-d", path).stdout
 
 
-def test_second_build_does_nothing():
-    if not (ROOT / "build" / "native").is_dir():
-        pytest.skip("not built in this checkout")
-    assert run(sys.executable, "setup.py", "-q", "build_ext", "--inplace").returncode == 0
-    assert "no work to do" in run(sys.executable, "setup.py", "-q", "build_ext", "--inplace").stdout
+TOY = {
+    "toy.h": "namespace pyops::isa_default { int toy(); }\n",
+    "toy_cpu.cpp": "namespace pyops::PYOPS_ISA { int toy() { return 7; } }\n",
+    "toy_op.cpp": """
+        #include <torch/csrc/stable/library.h>
+        #include "toy.h"
+        namespace {
+        #if defined(PYOPS_WITH_CUDA)
+        extern "C" int toy_launch();
+        int64_t toy() { return pyops::isa_default::toy() + (toy_launch() >= 0 ? 100 : 0); }
+        #else
+        int64_t toy() { return pyops::isa_default::toy(); }
+        #endif
+        }
+        STABLE_TORCH_LIBRARY_FRAGMENT(pyops_toy, m) { m.def("toy() -> int"); }
+        STABLE_TORCH_LIBRARY_IMPL(pyops_toy, CompositeExplicitAutograd, m) { m.impl("toy", TORCH_BOX(&toy)); }
+    """,
+    "toy_cuda.cu": """
+        __global__ void fill(float* x) { x[blockIdx.x * blockDim.x + threadIdx.x] = 1.0f; }
+        extern "C" int toy_launch() { fill<<<1, 32>>>(nullptr); return (int)cudaGetLastError(); }
+    """,
+}
+NVCC = Path(os.environ.get("CUDA_HOME") or "/usr/local/cuda") / "bin" / "nvcc"
+
+
+@pytest.fixture
+def toy(tmp_path):
+    """A checkout with one op, and a function that builds it and returns (output, what the op says)."""
+    for name in ("setup.py", "pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, tmp_path)
+    (tmp_path / "pyops").mkdir()
+    shutil.copytree(ROOT / "csrc" / "common", tmp_path / "csrc" / "common")
+    for name in ("info.h", "info.cpp", "module.cpp"):
+        shutil.copy(ROOT / "csrc" / name, tmp_path / "csrc")
+    (tmp_path / "csrc" / "toy").mkdir()
+    for name, text in TOY.items():
+        (tmp_path / "csrc" / "toy" / name).write_text(text)
+
+    def build(**environment):
+        built = run(sys.executable, "setup.py", "-q", "build_ext", "--inplace", cwd=tmp_path, **environment)
+        assert built.returncode == 0, built.stdout + built.stderr
+        load = (
+            "import torch; torch.ops.load_library('pyops/lib/libpyops.so'); print(torch.ops.pyops_toy.toy())"
+        )
+        called = run(sys.executable, "-c", load, cwd=tmp_path)
+        assert called.returncode == 0, called.stderr
+        return built.stdout, int(called.stdout)
+
+    return tmp_path, build
+
+
+def test_sources_are_found_by_name_and_built_when_they_change(toy):
+    folder, build = toy
+    output, value = build(PYOPS_CUDA="0")
+    assert "toy.toy_cpu.avx2.o" in output or "avx2" not in output
+    assert value == 7
+    output, _ = build(PYOPS_CUDA="0")
+    assert "no work to do" in output
+    header = folder / "csrc" / "toy" / "toy.h"
+    header.write_text(header.read_text() + "// changed\n")
+    output, _ = build(PYOPS_CUDA="0")
+    assert "toy.toy_op.o" in output
+    assert "toy_cpu" not in output
+    assert "info.o" not in output
+
+
+@pytest.mark.skipif(not NVCC.is_file(), reason=f"no nvcc at {NVCC}")
+def test_cuda_sources_need_nvcc_but_neither_a_gpu_nor_a_cuda_torch(toy):
+    folder, build = toy
+    _, value = build(PYOPS_CUDA="1", PYOPS_CUDA_ARCHS="90")
+    assert value == 107
+    report = (folder / "build" / "native" / "toy.toy_cuda.o.ptxas.txt").read_text()
+    assert "sm_90" in report
+    assert "registers" in report
 
 
 @pytest.mark.slow
