@@ -182,6 +182,7 @@ def _figure(report: dict) -> str:
     )
     ratios.tick_params(axis="y", labelsize=7)
     ratios.invert_yaxis()
+    ratios.margins(y=0.01)
     fractions.set(xlabel="per cent of the roofline bound")
     image = io.BytesIO()
     figure.savefig(image, format="png", dpi=110)

@@ -377,7 +377,7 @@ def test_every_case_runs_and_is_right(case, monkeypatch):
         torch, "compile", lambda function=None, **_: function or (lambda decorated: decorated)
     )
     table = rows(measure.measure_case(case, {"bfloat16": 1e12, **PEAKS}, rounds=1))
-    failed = {name: row for name, row in table.items() if row["status"] == "failed"}
+    failed = {name: row["reason"] for name, row in table.items() if row["status"] == "failed"}
     assert not failed
     assert all(row["status"] == "ok" for row in table.values() if row["kind"] != "peer")
 
@@ -403,7 +403,7 @@ def test_pytest_benchmark_runs_the_same_cases(tmp_path):
     )
     assert done.returncode == 0, done.stdout
     data = json.loads((tmp_path / "bench.json").read_text())
-    assert len(data["benchmarks"]) == 16 and all("error" in b["extra_info"] for b in data["benchmarks"])
+    assert len(data["benchmarks"]) == 8 and all("error" in b["extra_info"] for b in data["benchmarks"])
 
 
 # ---- the GPU check
