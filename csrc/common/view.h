@@ -1,4 +1,5 @@
-// A [batch, rows, cols] tensor as kernels see it: a pointer, an element type and three strides. No torch, no host headers.
+// A [batch, rows, cols] tensor as kernels see it: a pointer, an element type and three strides. No torch, no host
+// headers.
 #pragma once
 
 #include "common/dtype.h"
@@ -7,9 +8,9 @@ namespace pyops {
 
 // Strides count elements. `data == nullptr` means that the operand is absent.
 struct View {
-  void* data;
-  DType dtype;
-  long long batch, row, col;
+    void* data;
+    DType dtype;
+    long long batch, row, col;
 };
 
 }  // namespace pyops

@@ -18,34 +18,35 @@ constexpr unsigned kMaxThreads = 1024;
 constexpr size_t kStack = 128 * 1024, kPage = 4096;
 
 inline unsigned char* stacks() {  // one slice per fiber, each above an inaccessible page
-  static unsigned char* base = [] {
-    void* p = mmap(nullptr, kStack * (kMaxThreads + 1), PROT_READ | PROT_WRITE,
-                   MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
-    if (p == MAP_FAILED) abort();
-    for (unsigned i = 0; i <= kMaxThreads; ++i) mprotect(static_cast<unsigned char*>(p) + i * kStack, kPage, PROT_NONE);
-    return static_cast<unsigned char*>(p);
-  }();
-  return base;
+    static unsigned char* base = [] {
+        void* p = mmap(nullptr, kStack * (kMaxThreads + 1), PROT_READ | PROT_WRITE,
+                       MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+        if (p == MAP_FAILED) abort();
+        for (unsigned i = 0; i <= kMaxThreads; ++i)
+            mprotect(static_cast<unsigned char*>(p) + i * kStack, kPage, PROT_NONE);
+        return static_cast<unsigned char*>(p);
+    }();
+    return base;
 }
 
 #ifdef PYOPS_EMULATOR_PORTABLE
 
 inline ucontext_t& scheduler_context() {
-  static ucontext_t c;
-  return c;
+    static ucontext_t c;
+    return c;
 }
 inline ucontext_t* fiber_contexts() {
-  static ucontext_t c[kMaxThreads];
-  return c;
+    static ucontext_t c[kMaxThreads];
+    return c;
 }
 // Makes fiber i start `body` when it is next resumed; when `body` returns, so does fiber_resume.
 inline void fiber_prepare(unsigned i, void (*body)()) {
-  ucontext_t& c = fiber_contexts()[i];
-  getcontext(&c);
-  c.uc_stack.ss_sp = stacks() + i * kStack + kPage;
-  c.uc_stack.ss_size = kStack - kPage;
-  c.uc_link = &scheduler_context();
-  makecontext(&c, body, 0);
+    ucontext_t& c = fiber_contexts()[i];
+    getcontext(&c);
+    c.uc_stack.ss_sp = stacks() + i * kStack + kPage;
+    c.uc_stack.ss_size = kStack - kPage;
+    c.uc_link = &scheduler_context();
+    makecontext(&c, body, 0);
 }
 inline void fiber_resume(unsigned i) { swapcontext(&scheduler_context(), &fiber_contexts()[i]); }
 inline void fiber_yield(unsigned i) { swapcontext(&fiber_contexts()[i], &scheduler_context()); }
@@ -77,31 +78,31 @@ pyops_emulator_switch:
 extern "C" __attribute__((visibility("hidden"))) void pyops_emulator_switch(void** save, void* load);
 
 struct FiberTable {
-  void* pointer[kMaxThreads + 1];  // saved stack pointers; the last is the scheduler's
-  void (*body[kMaxThreads])();
-  unsigned running;
+    void* pointer[kMaxThreads + 1];  // saved stack pointers; the last is the scheduler's
+    void (*body[kMaxThreads])();
+    unsigned running;
 };
 inline FiberTable& fibers() {
-  static FiberTable table;
-  return table;
+    static FiberTable table;
+    return table;
 }
 inline void fiber_yield(unsigned i) { pyops_emulator_switch(&fibers().pointer[i], fibers().pointer[kMaxThreads]); }
 inline void fiber_start() {
-  const unsigned me = fibers().running;
-  fibers().body[me]();
-  fiber_yield(me);
-  abort();  // a finished fiber is never resumed
+    const unsigned me = fibers().running;
+    fibers().body[me]();
+    fiber_yield(me);
+    abort();  // a finished fiber is never resumed
 }
 // Makes fiber i start `body` when it is next resumed; when `body` returns, so does fiber_resume.
 inline void fiber_prepare(unsigned i, void (*body)()) {
-  void** top = reinterpret_cast<void**>(stacks() + (i + 1) * kStack) - 2;
-  *top = reinterpret_cast<void*>(fiber_start);  // the return address: the stack is then aligned as after a call
-  fibers().pointer[i] = top - 6;
-  fibers().body[i] = body;
+    void** top = reinterpret_cast<void**>(stacks() + (i + 1) * kStack) - 2;
+    *top = reinterpret_cast<void*>(fiber_start);  // the return address: the stack is then aligned as after a call
+    fibers().pointer[i] = top - 6;
+    fibers().body[i] = body;
 }
 inline void fiber_resume(unsigned i) {
-  fibers().running = i;
-  pyops_emulator_switch(&fibers().pointer[kMaxThreads], fibers().pointer[i]);
+    fibers().running = i;
+    pyops_emulator_switch(&fibers().pointer[kMaxThreads], fibers().pointer[i]);
 }
 
 #endif

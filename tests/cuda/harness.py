@@ -1,11 +1,12 @@
-"""Compiles CUDA sources with the host compiler under the emulator and runs their launchers on torch CPU tensors.
+"""Compiles CUDA sources with the host compiler under the emulator and runs them on torch CPU tensors.
 
-    library = compile_emulated(Path("shims/lmo.cu"))            # cached in build/emulator
-    with Emulator(library, order="random", seed=1) as emulator: # raises EmulatorError on any fault
-        emulator.call("shim_name", ctypes arguments...)
+    library = compile_emulated(HERE / "shims" / "lmo.cu")  # cached in build/emulator
+    emulator = Emulator(library, order="random", seed=1)
+    emulator.call("shim_name", ...)                        # raises EmulatorError on any fault
 
-`Arena` hands out tensors whose memory ends (or begins) at an inaccessible page, so that an access out of range is a
-fault; `poisoned` fills outputs with a NaN that no arithmetic produces, and `assert_written` finds what is left of it.
+`Arena` hands out tensors whose memory ends (or begins) at an inaccessible page, so that an access out of
+range is a fault; `poison` fills outputs with a NaN that no arithmetic produces, and `assert_written` finds
+what is left of it.
 """
 
 import ctypes
@@ -24,10 +25,18 @@ HERE = Path(__file__).resolve().parent
 CACHE = Path(os.environ.get("PYOPS_EMULATOR_CACHE", ROOT / "build" / "emulator"))
 ORDERS = {"forward": 0, "reverse": 1, "random": 2}
 FLAGS = [
-    *"-std=c++20 -O1 -fPIC -shared -fvisibility=hidden -Wall -Wextra -Werror -Wno-unknown-pragmas".split(),
-    *"-U_FORTIFY_SOURCE -DPYOPS_EMULATOR".split(),
-    # Misaligned vector accesses, which x86 forgives and a GPU does not, trap; so do signed overflow and bad shifts.
-    *"-fsanitize=alignment,signed-integer-overflow,shift,bounds -fsanitize-undefined-trap-on-error".split(),
+    *(
+        "-std=c++20",
+        "-O1",
+        "-fPIC",
+        "-shared",
+        "-fvisibility=hidden",
+        "-U_FORTIFY_SOURCE",
+        "-DPYOPS_EMULATOR",
+    ),
+    *("-Wall", "-Wextra", "-Werror", "-Wno-unknown-pragmas"),
+    # Misaligned vector accesses, which x86 forgives and a GPU does not, trap; so do overflow and bad shifts.
+    *("-fsanitize=alignment,signed-integer-overflow,shift,bounds", "-fsanitize-undefined-trap-on-error"),
 ]
 
 # One NaN per float type (quiet, with a payload), as an integer of its width.
@@ -51,14 +60,31 @@ def compile_emulated(source, *defines):
     """Returns the emulated shared library of a source, compiled now or taken from the cache."""
     cxx = host_compiler()
     flags = [*FLAGS, *(f"-D{d}" for d in defines)]
-    inputs = [source, *sorted(HERE.glob("*.h")), *sorted((ROOT / "csrc").rglob("*.h")), *sorted((ROOT / "csrc").rglob("*.cu"))]
+    inputs = [
+        source,
+        *sorted(HERE.glob("*.h")),
+        *sorted((ROOT / "csrc").rglob("*.h")),
+        *sorted((ROOT / "csrc").rglob("*.cu")),
+    ]
     version = subprocess.run([cxx, "--version"], capture_output=True, text=True, check=True).stdout
-    digest = hashlib.sha256("\0".join([version, *flags, *(p.read_text() for p in inputs)]).encode()).hexdigest()
+    digest = hashlib.sha256(
+        "\0".join([version, *flags, *(p.read_text() for p in inputs)]).encode()
+    ).hexdigest()
     target = CACHE / f"{source.stem}-{digest[:16]}.so"
     if not target.exists():
         CACHE.mkdir(parents=True, exist_ok=True)
         partial = target.with_suffix(f".{os.getpid()}.tmp")
-        command = [cxx, *flags, f"-I{ROOT / 'csrc'}", f"-I{HERE}", "-x", "c++", str(source), "-o", str(partial)]
+        command = [
+            cxx,
+            *flags,
+            f"-I{ROOT / 'csrc'}",
+            f"-I{HERE}",
+            "-x",
+            "c++",
+            str(source),
+            "-o",
+            str(partial),
+        ]
         run = subprocess.run(command, capture_output=True, text=True)
         if run.returncode:
             raise RuntimeError(f"{' '.join(command)}\n{run.stderr}")
@@ -71,7 +97,7 @@ def compile_emulated(source, *defines):
 
 
 class Emulator:
-    """Runs launchers of a library with blocks and threads in one order; `call` raises EmulatorError on a fault."""
+    """Runs launchers with blocks and threads in one order; `call` raises EmulatorError on a fault."""
 
     def __init__(self, library, order="forward", seed=0):
         self.library, self.order, self.seed = library, order, seed
@@ -101,9 +127,10 @@ class Arena:
         self.blocks = []
 
     def allocate(self, count, dtype, edge="end", alignment=16):
-        """Returns an uninitialised 1-D tensor against its upper (edge="end") or lower ("begin") inaccessible page.
+        """Returns an uninitialised 1-D tensor against the upper (edge="end") or lower ("begin") page.
 
-        Up to alignment - 1 bytes between an aligned tensor and the upper page are watched by `check`.
+        Up to alignment - 1 bytes between an aligned tensor and the upper page are watched by
+        `check`.
         """
         page = mmap.PAGESIZE
         size = count * dtype.itemsize
@@ -121,7 +148,11 @@ class Arena:
 
     def copy(self, tensor, edge="end", alignment=16):
         """Returns a tensor of the same values and strides inside guarded memory."""
-        extent = 1 + sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True)) if tensor.numel() else 0
+        extent = (
+            1 + sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True))
+            if tensor.numel()
+            else 0
+        )
         out = self.allocate(extent, tensor.dtype, edge, alignment).as_strided(tensor.shape, tensor.stride())
         if tensor.numel():
             out.as_strided((extent,), (1,)).copy_(tensor.as_strided((extent,), (1,), tensor.storage_offset()))
@@ -166,7 +197,9 @@ def parse_ptxas(text):
             current = kernels.setdefault(found[1], {"registers": 0, "spills": 0, "shared": 0, "stack": 0})
         elif current is None:
             continue
-        elif found := re.search(r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads", line):
+        elif found := re.search(
+            r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads", line
+        ):
             current["stack"], current["spills"] = int(found[1]), int(found[2]) + int(found[3])
         elif found := re.search(r"Used (\d+) registers", line):
             current["registers"] = int(found[1])

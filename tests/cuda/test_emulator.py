@@ -1,4 +1,4 @@
-"""The emulator names each planted fault, under every order of threads, and accepts the same kernels without it."""
+"""The emulator names each planted fault, in every order of threads, and accepts the kernels without it."""
 
 import ctypes
 import re
@@ -9,7 +9,7 @@ from harness import HERE, ORDERS, Arena, Emulator, EmulatorError, assert_written
 
 THREADS, BLOCKS = 128, 3
 SOURCE = HERE / "shims" / "faults.cu"
-NAMES = re.findall(r"^  (\w+),$", SOURCE.read_text(), re.MULTILINE)
+NAMES = re.findall(r"\w+", re.search(r"enum Fault : int \{(.*?)\}", SOURCE.read_text(), re.DOTALL)[1])
 UCONTEXT = "PYOPS_EMULATOR_UCONTEXT"
 
 
@@ -54,12 +54,20 @@ FAULTS = [
     ("reverse", "MissingBarrier", "missing barrier|unwritten shared memory"),
     ("reverse", "OutOfRangeShared", r"shared-memory index out of range: tile\[128\] of 128"),
     ("reverse", "RawOutOfRangeShared", "write outside shared memory: guard zone of tile"),
-    ("reverse", "DivergentBarrier", "divergent barrier: thread 0 waits on line .* thread 64 ended without it"),
+    (
+        "reverse",
+        "DivergentBarrier",
+        "divergent barrier: thread 0 waits on line .* thread 64 ended without it",
+    ),
     ("reverse", "TwoBarriers", "divergent barrier: thread 0 waits on line .* thread 64 on line"),
     ("reverse", "UnwrittenOutput", "unwritten output: 3 of 384"),
     ("reverse", "TooManyThreads", "invalid launch configuration"),
     ("block_sum", "ReadWriteRace", "missing barrier"),
-    ("block_sum", "WrongShuffleMask", "mask 0000ffff does not name lane|mask: 0000ffff does not name the calling lane"),
+    (
+        "block_sum",
+        "WrongShuffleMask",
+        "mask 0000ffff does not name lane|mask: 0000ffff does not name the calling lane",
+    ),
     ("block_sum", "AbsentLane", "wrong mask: lane .* not all of them come"),
     ("block_sum", "ShuffleFromUnnamed", "does not name lane"),
     ("warp_exchange", "MissingSyncwarp", "missing barrier|unwritten shared memory"),

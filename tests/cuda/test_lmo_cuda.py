@@ -39,10 +39,18 @@ class Lmo:
         def argument(x):
             if isinstance(x, torch.Tensor):
                 return ctypes.c_void_p(x.data_ptr())
-            return ctypes.c_double(x) if isinstance(x, float) else ctypes.c_longlong(x) if x is not None else None
+            return (
+                ctypes.c_double(x)
+                if isinstance(x, float)
+                else ctypes.c_longlong(x)
+                if x is not None
+                else None
+            )
 
         views = [ctypes.byref(view(t)) for t in tensors]
-        assert self.emulator.call(f"shim_{name}", *views, *map(argument, sizes), *map(argument, rest)) == status
+        assert (
+            self.emulator.call(f"shim_{name}", *views, *map(argument, sizes), *map(argument, rest)) == status
+        )
         self.arena.check()
 
     def workspace(self, norm, sizes):
@@ -69,9 +77,21 @@ class Lmo:
     def apply_update(self, w, u, g, shrink, step, decay=1.0, seed=-1, tensor=0):
         self.call("apply_update", (w, u, g), sizes(w), shrink, step, decay, seed, tensor)
 
-    def vector_step(self, w, g, m, norm, shrink, step, momentum=0.0, nesterov=False, decay=1.0, seed=-1, tensor=0):
+    def vector_step(
+        self, w, g, m, norm, shrink, step, momentum=0.0, nesterov=False, decay=1.0, seed=-1, tensor=0
+    ):
         norm = NORMS.index(norm)
-        rest = norm, shrink, step, momentum, int(nesterov), decay, seed, tensor, self.workspace(norm, sizes(w))
+        rest = (
+            norm,
+            shrink,
+            step,
+            momentum,
+            int(nesterov),
+            decay,
+            seed,
+            tensor,
+            self.workspace(norm, sizes(w)),
+        )
         self.call("vector_step", (w, g, m), sizes(w), *rest)
 
 
@@ -104,7 +124,7 @@ def gate(stored, *others):
 
 
 def layouts(shape, dtype, random=None):
-    """The same values as contiguous, transposed, column-sliced, row-strided, unaligned and expanded-batch views."""
+    """The same values in memory of many layouts; the last repeats its first matrix."""
     b, r, c = shape
     x = torch.randn(shape, dtype=F64, generator=random).to(dtype)
     yield "contiguous", x
@@ -118,8 +138,8 @@ def layouts(shape, dtype, random=None):
 
 
 SHAPES = [
-    (1, 1, 1), (1, 1, 7), (2, 7, 1), (3, 5, 8), (1, 16, 24), (2, 33, 17), (1, 3, 300), (1, 70, 264), (5, 2, 2),
-    (1, 2, 4200), (1, 4200, 2), (2, 90, 96),
+    (1, 1, 1), (1, 1, 7), (2, 7, 1), (3, 5, 8), (1, 16, 24), (2, 33, 17), (1, 3, 300), (1, 70, 264),
+    (5, 2, 2), (1, 2, 4200), (1, 4200, 2), (2, 90, 96),
 ]  # fmt: skip
 LONG = [(1, 1, 40000), (1, 40000, 1), (1, 300, 300), (1, 5000, 9)]  # more than one segment per norm
 
@@ -153,7 +173,9 @@ def test_unaligned_memory(norm):
     for dtype, shape in itertools.product(DTYPES, [(1, 4, 16), (2, 3, 9)]):
         lmo = Lmo()
         for offset in range(1, 16 // dtype.itemsize):
-            x = lmo.arena.allocate(math.prod(shape) + offset, dtype).copy_(torch.randn(math.prod(shape) + offset))
+            x = lmo.arena.allocate(math.prod(shape) + offset, dtype).copy_(
+                torch.randn(math.prod(shape) + offset)
+            )
             g = x[offset:].view(shape)
             out = poison(lmo.arena.allocate(math.prod(shape) + offset, dtype))[offset:].view(shape)
             assert error(lmo.unit_direction(g, norm, out=out), unit(g, norm)) <= gate(dtype)
@@ -173,7 +195,7 @@ def test_in_place(norm):
     (F16, [1e-7, 1.0, 6e4]), (F64, [4e-323, 1e-300, 1e-150, 1.0, 1e150, 1e308]),
 ], ids=lambda x: str(x) if isinstance(x, torch.dtype) else "")  # fmt: skip
 def test_norms_are_scale_safe(norm, dtype, scales):
-    """From subnormals to the largest finite number, and with both in one row: no overflow, no flush to zero."""
+    """From subnormals to the largest finite number, and both in one row: no overflow, no flush to zero."""
     lmo = Lmo()
     base = torch.rand(2, 12, 20, dtype=F64) + 0.5
     base *= torch.randn_like(base).sign()
@@ -216,7 +238,9 @@ def test_nonfinite_stays_in_its_unit(norm, bad):
         if norm == "sign":
             affected[1, 2, 5] = math.isnan(bad)
             clean[1, 2, 5] = math.copysign(1.0, bad)
-        affected[{"sign": (1, 2, 5), "col": (1, slice(None), 5), "row": (1, 2), "euclidean": (1,)}[norm]] |= norm != "sign"
+        affected[{"sign": (1, 2, 5), "col": (1, slice(None), 5), "row": (1, 2), "euclidean": (1,)}[norm]] |= (
+            norm != "sign"
+        )
         assert torch.equal(out.isnan(), affected)
         assert torch.equal(out[~affected], clean[~affected])
 
@@ -230,13 +254,22 @@ def step_reference(w, g, m, norm, shrink, step, momentum, nesterov):
     return shrink * w.double() - step * (unit(d, norm) if norm else d), m
 
 
-MIXES = [(F32, F32, F32), (BF16, BF16, BF16), (F16, F16, F32), (BF16, F32, BF16), (F64, F64, F64), (F32, F64, BF16)]
+MIXES = [
+    (F32, F32, F32),
+    (BF16, BF16, BF16),
+    (F16, F16, F32),
+    (BF16, F32, BF16),
+    (F64, F64, F64),
+    (F32, F64, BF16),
+]
 
 
 @pytest.mark.parametrize("nesterov", [False, True])
 @pytest.mark.parametrize("norm", NORMS)
 def test_vector_step_with_momentum(norm, nesterov):
-    for (tw, tg, tm), shape in itertools.product(MIXES, [(1, 5, 9), (2, 17, 40), (1, 130, 264), (1, 1, 9000)]):
+    for (tw, tg, tm), shape in itertools.product(
+        MIXES, [(1, 5, 9), (2, 17, 40), (1, 130, 264), (1, 1, 9000)]
+    ):
         lmo = Lmo()
         w, g, m = (lmo.guarded(torch.randn(shape, dtype=F64).to(t)) for t in (tw, tg, tm))
         w0, g0, m0 = w.clone(), g.clone(), m.clone()
@@ -339,7 +372,7 @@ def test_apply_update():
 
 @pytest.mark.parametrize("dtype", [BF16, F16], ids=str)
 def test_stochastic_rounding_is_unbiased(dtype):
-    """A step of a tenth of an ulp moves the mean by a tenth of an ulp, and every result is one of the two neighbours."""
+    """A step of a tenth of an ulp moves the mean by that much, and every result is one of two neighbours."""
     for value, ulp in ((1.0, torch.finfo(dtype).eps), (-3.0, 2 * torch.finfo(dtype).eps), (2.0**-20, None)):
         if ulp is None:
             ulp = 2.0**-24 if dtype == F16 else 2.0**-20 * torch.finfo(dtype).eps  # subnormal in float16
@@ -351,7 +384,9 @@ def test_stochastic_rounding_is_unbiased(dtype):
         assert set(moved.unique().tolist()) == {0.0, 1.0}
         deviation = math.sqrt(0.1 * 0.9 / w.numel())
         assert abs(moved.mean().item() - 0.1) < 4 * deviation
-        assert moved.mean(0).std().item() < 1.3 * math.sqrt(0.09 / 64)  # no column, no row moves more than by chance
+        assert moved.mean(0).std().item() < 1.3 * math.sqrt(
+            0.09 / 64
+        )  # no column, no row moves more than by chance
         assert moved.mean(1).std().item() < 1.3 * math.sqrt(0.09 / 512)
 
 
@@ -366,12 +401,18 @@ def test_stochastic_rounding_depends_on_seed_tensor_and_element_alone():
         return w.clone()
 
     first = step(base, seed=5, tensor=2)
-    for layout in (base.mT.contiguous().mT, torch.cat([base, base], -1)[..., :40], base.movedim(0, 2).contiguous().movedim(2, 0)):
+    for layout in (
+        base.mT.contiguous().mT,
+        torch.cat([base, base], -1)[..., :40],
+        base.movedim(0, 2).contiguous().movedim(2, 0),
+    ):
         assert torch.equal(first, step(layout, order="random", seed=5, tensor=2))
     for other in ({"seed": 6, "tensor": 2}, {"seed": 5, "tensor": 3}, {"seed": -1}):
         assert not torch.equal(first, step(base, **other))
     # Exact values, zeros, infinities and NaN stay themselves.
-    special = torch.tensor([[0.0, -0.0, 1.0, float("inf"), -float("inf"), float("nan"), 3.3895e38, -3.3895e38]]).to(BF16)
+    special = torch.tensor(
+        [[0.0, -0.0, 1.0, float("inf"), -float("inf"), float("nan"), 3.3895e38, -3.3895e38]]
+    ).to(BF16)
     lmo = Lmo()
     w = lmo.guarded(special)
     lmo.apply_update(w, lmo.guarded(torch.zeros(1, 8)), None, 1.0, 1.0, seed=1)
@@ -379,11 +420,14 @@ def test_stochastic_rounding_depends_on_seed_tensor_and_element_alone():
 
 
 def test_16_bit_conversions_of_every_value():
-    """All 65536 values of each type survive the trip to float32 and back, and float32 rounds as torch rounds it."""
+    """All values of each type survive the trip to float32 and back, and float32 rounds as in torch."""
     for dtype in (BF16, F16):
         lmo = Lmo()
         every = lmo.guarded(torch.arange(65536).to(torch.int16).view(dtype).view(1, 256, 256))
-        wide, back = lmo.poisoned(torch.empty(1, 256, 256)), lmo.poisoned(torch.empty(1, 256, 256, dtype=dtype))
+        wide, back = (
+            lmo.poisoned(torch.empty(1, 256, 256)),
+            lmo.poisoned(torch.empty(1, 256, 256, dtype=dtype)),
+        )
         lmo.momentum_direction(every, None, wide, 0.0, False)
         torch.testing.assert_close(wide, every.float(), rtol=0, atol=0, equal_nan=True)
         # Every value, the midpoints between neighbours, and a bit to either side of them.
@@ -402,7 +446,7 @@ def test_16_bit_conversions_of_every_value():
 
 @pytest.mark.parametrize("norm", NORMS)
 def test_same_bits_in_every_order_of_threads(norm):
-    """No result depends on the order in which blocks and threads run, and no kernel has a race in any order."""
+    """No result depends on the order in which blocks and threads run; no order shows a race."""
     w, g, m = (torch.randn(2, 140, 270) for _ in range(3))
     results = []
     for order, seed in [*((o, 0) for o in ORDERS), ("random", 1)]:
