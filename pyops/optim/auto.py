@@ -41,44 +41,51 @@ def groups(
 ) -> list[dict[str, Any]]:
     """Parameter groups of :class:`pyops.optim.Scion` for a model, by the types of its modules.
 
-    ===================================== ================================================================ ========
-    parameter                             norm                                                             radius
-    ===================================== ================================================================ ========
-    Linear                                spectral                                                         hidden
-    Conv (per group of channels)          spectral_conv                                                    hidden
-    ConvTranspose                         spectral_conv_tap, transposed                                    hidden
-    MultiheadAttention, LSTM, GRU, RNN    spectral per projection and per gate                             hidden
-    Embedding                             ``input_norm``, transposed (one-hot input)                       input
-    input layer, where nothing embeds     spectral or spectral_conv with factor max(1, sqrt(d_out/d_in))   input
-    output layer; embedding tied to it    ``output_norm``                                                  output
-    bias, norm gain, any vector           rms                                                              vector
-    ===================================== ================================================================ ========
+    ==================================  ==========================================  ======
+    parameter                           norm                                        radius
+    ==================================  ==========================================  ======
+    Linear                              spectral                                    hidden
+    Conv (per group of channels)        spectral_conv                               hidden
+    ConvTranspose                       spectral_conv_tap, transposed               hidden
+    MultiheadAttention, LSTM, GRU, RNN  spectral per projection and per gate        hidden
+    Embedding                           ``input_norm``, transposed (one-hot input)  input
+    input layer, where nothing embeds   as Linear or Conv, with scale="rms_max"     input
+    output layer; embedding tied to it  ``output_norm``                             output
+    bias, norm gain, any vector         rms                                         vector
+    ==================================  ==========================================  ======
 
-    The output layer is the last Linear that is a direct child of the model, or else the last one; the input layer is
-    the first Linear or Conv. A parameter that several modules share appears once. Frozen parameters are left out.
+    The output layer is the last Linear that is a direct child of the model, or else the last one; the input
+    layer is the first Linear or Conv. A parameter that several modules share appears once. Frozen parameters
+    are left out.
 
     Args:
         model: the model; its parameters keep their names.
-        hidden, output, input, vector: radii; ``vector`` defaults to ``hidden``. 50 and 3000 are the paper's for a
-            124M GPT, and 1 its input radius for a shallow one.
+        hidden, output, input, vector: radii; ``vector`` defaults to ``hidden``. 50 and 3000 are the paper's
+            for a 124M GPT, and 1 its input radius for a shallow one.
         input_norm: for embeddings; the paper also uses spectral and sign.
         output_norm: the paper also uses row and spectral.
         input_layer, output_layer: name of the module, where the rule above picks another one.
         overrides: settings by pattern of parameter names (``fnmatch``), the first match wins; None leaves the
             parameters out.
-        strict: raise for parameters of two and more dimensions that nothing above covers; else warn and leave them
-            out.
+        strict: raise for parameters of two and more dimensions that nothing above covers; else warn and leave
+            them out.
         settings: for every group, such as ``momentum``.
 
     Returns:
         Groups with named parameters and a ``name``.
 
     Raises:
-        ValueError: for uncovered parameters, naming them, and for a layer or pattern that is not in the model.
+        ValueError: for uncovered parameters, naming them, and for a layer or pattern that is not in the
+            model.
 
-    >>> model = nn.Sequential(nn.Embedding(10, 8), nn.Linear(8, 8), nn.LayerNorm(8), nn.Linear(8, 10, bias=False))
-    >>> [(g["name"], g["norm"], len(g["params"])) for g in groups(model)]
-    [('input', 'col', 1), ('hidden', 'spectral', 1), ('vector', 'rms', 2), ('gain', 'rms', 1), ('output', 'sign', 1)]
+    >>> model = nn.Sequential(nn.Embedding(9, 8), nn.Linear(8, 8), nn.LayerNorm(8), nn.Linear(8, 9))
+    >>> for group in groups(model):
+    ...     print(group["name"], group["norm"], [name for name, _ in group["params"]])
+    input col ['0.weight']
+    hidden spectral ['1.weight']
+    vector rms ['1.bias', '2.bias', '3.bias']
+    gain rms ['2.weight']
+    output sign ['3.weight']
     """
     vector = hidden if vector is None else vector
     radii = {"hidden": hidden, "output": output, "input": input, "vector": vector, "gain": vector}
@@ -104,7 +111,9 @@ def groups(
     for pattern in (overrides or {}).keys() - matched:
         raise ValueError(f"overrides has {pattern!r}, which matches no parameter")
     if uncovered:
-        message = f"no group covers {', '.join(uncovered)}: say what they are by overrides={{pattern: settings}}"
+        message = (
+            f"no group covers {', '.join(uncovered)}: say what they are by overrides={{pattern: settings}}"
+        )
         if strict:
             raise ValueError(message)
         warnings.warn(message + "; they are left out and will not be trained", stacklevel=3)
@@ -133,7 +142,9 @@ def _ends(model, owners, input_layer, output_layer) -> tuple[nn.Module | None, n
             raise ValueError(f"{argument} must name a module of the model, got {name!r}")
     linear = [(path, m) for path, m in modules.items() if isinstance(m, nn.Linear)]
     direct = [m for path, m in linear if "." not in path]
-    last = modules[output_layer] if output_layer is not None else (direct or [m for _, m in linear] or [None])[-1]
+    last: nn.Module | None = next(reversed(direct or [m for _, m in linear]), None)
+    if output_layer is not None:
+        last = modules[output_layer]
     embeds = any(isinstance(m, EMBEDDING) for m in modules.values())
     if output_layer is None and any(_tied(owning) for _, _, owning in owners):
         last = None
@@ -186,7 +197,7 @@ def ratios(optimizer: Scion) -> dict[str, float]:
     return result
 
 
-def _rows(optimizer: Scion) -> Iterator[tuple[int, str, dict[str, Any], Tensor]]:
+def _rows(optimizer: Scion) -> Iterator[tuple[int, str, dict[str, Any], Any]]:
     for i, group in enumerate(optimizer.param_groups):
         for name, p in named(group):
             yield i, name if group.get("param_names") else f"group {i} {name}", group, p
@@ -198,7 +209,8 @@ def summary(optimizer: Scion, model: nn.Module | None = None) -> str:
 
     Args:
         optimizer: whose parameters.
-        model: also count the trainable parameters of this model that no group covers, and warn if there are any.
+        model: also count the trainable parameters of this model that no group covers, and warn if there are
+            any.
 
     Returns:
         One line per parameter: name, shape, group, norm, radius, ||W|| / radius; then totals.
@@ -215,7 +227,9 @@ def summary(optimizer: Scion, model: nn.Module | None = None) -> str:
         detail += [f"heads {group['num_heads']}"] if group["num_heads"] else []
         shown = norm + (f" ({', '.join(detail)})" if detail else "")
         label = group.get("name") or str(i)
-        table.append((name, str(tuple(p.shape)), label, shown, f"{group['radius']:g}", f"{lengths[name]:.3g}"))
+        table.append(
+            (name, str(tuple(p.shape)), label, shown, f"{group['radius']:g}", f"{lengths[name]:.3g}")
+        )
     widths = [max(map(len, column)) for column in zip(*table, strict=True)]
     lines = ["  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)).rstrip() for row in table]
     lines.append(f"{len(covered)} parameters, {sum(p.numel() for p in covered):,} entries")
@@ -227,13 +241,13 @@ def summary(optimizer: Scion, model: nn.Module | None = None) -> str:
     return "\n".join(lines)
 
 
-def on_whole(p: Tensor, fill: Callable[[Tensor], None]) -> None:
-    """Lets ``fill`` write the whole of p; a DTensor gets what the first rank of its mesh drew."""
+def on_whole(p: Any, fill: Callable, *args: Any) -> None:
+    """fill(p, *args) for the whole of p; a DTensor gets what the first rank of its mesh drew."""
     if not is_dtensor(p):
-        fill(p)
+        fill(p, *args)
         return
     from torch.distributed.tensor import distribute_tensor
 
     whole = torch.empty(p.shape, dtype=p.dtype, device=p.device)
-    fill(whole)
+    fill(whole, *args)
     p.copy_(distribute_tensor(whole, p.device_mesh, p.placements))

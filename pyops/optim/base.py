@@ -31,7 +31,9 @@ class Recipe(NamedTuple):
 
 
 @functools.cache
-def recipe(method: str, steps: int | None, coefficients: tuple | None, form: str, dtype: Any, eps: float) -> Recipe:
+def recipe(
+    method: str, steps: int | None, coefficients: tuple | None, form: str, compute: str, eps: float
+) -> Recipe:
     """Checks the settings of the polar iteration and flattens its coefficients.
 
     Raises:
@@ -41,13 +43,13 @@ def recipe(method: str, steps: int | None, coefficients: tuple | None, form: str
         raise ValueError("steps must be an integer or None in an optimizer, got 'adaptive'")
     if form not in FORMS:
         raise ValueError(f"form must be one of {', '.join(map(repr, FORMS))}, got {form!r}")
-    if dtype not in COMPUTE:
-        raise ValueError(f"compute_dtype must be one of {', '.join(map(str, COMPUTE))}, got {dtype!r}")
+    if compute not in COMPUTE.values():
+        raise ValueError(f"compute_dtype must be one of {', '.join(map(str, COMPUTE))}, got {compute!r}")
     if not 0 <= eps < math.inf:
         raise ValueError(f"eps must be finite and at least 0, got {eps}")
     rows = polar_rows(method, steps, coefficients)
     restarts = tuple(range(1, len(rows), 2))
-    return Recipe(tuple(itertools.chain.from_iterable(rows)), restarts, form, COMPUTE[dtype], float(eps))
+    return Recipe(tuple(itertools.chain.from_iterable(rows)), restarts, form, compute, float(eps))
 
 
 class Rule(NamedTuple):
@@ -70,9 +72,9 @@ class Plan(NamedTuple):
 class Job(NamedTuple):
     """One parameter's part in a step."""
 
-    param: Tensor
-    grad: Tensor
-    momentum_buffer: Tensor | None  # None: grad already is the momentum average
+    param: Any  # Tensor or DTensor, as the two below
+    grad: Any
+    momentum_buffer: Any  # None: grad already is the momentum average
     blocks: Sequence[Block]
     plan: Plan
 
@@ -91,7 +93,7 @@ def is_dtensor(t: Tensor) -> bool:
     return hasattr(t, "device_mesh")
 
 
-def local(t: Tensor) -> Tensor:
+def local(t: Any) -> Tensor:
     """The tensor, or this rank's part of a DTensor."""
     return t.to_local() if is_dtensor(t) else t
 
@@ -101,7 +103,10 @@ def finite(tensors: Sequence[Tensor]) -> list[bool]:
 
     Minimum and maximum pass NaN on, need no temporary, and cannot overflow.
     """
-    flags = [torch.isfinite(torch.stack(torch.aminmax(t))).all() if t.numel() else None for t in map(local, tensors)]
+    flags = [
+        torch.isfinite(torch.stack(torch.aminmax(t))).all() if t.numel() else None
+        for t in map(local, tensors)
+    ]
     known = [flag for flag in flags if flag is not None]
     answers = iter(torch.stack([flag.to(known[0].device) for flag in known]).tolist() if known else ())
     return [True if flag is None else next(answers) for flag in flags]
@@ -130,8 +135,8 @@ def like_weight(g: Tensor, p: Tensor) -> Tensor:
 class LmoOptimizer(Optimizer):
     """An optimizer whose step is a linear minimisation oracle of the momentum average.
 
-    A subclass says how its groups are checked (``_check_group``), how a shape is cut (``_blocks``) and what a step
-    of a group is (``_plan``).
+    A subclass says how its groups are checked (``_check_group``), how a shape is cut (``_blocks``) and what a
+    step of a group is (``_plan``).
     """
 
     def __init__(self, params: Iterable, defaults: dict[str, Any]):
@@ -142,6 +147,7 @@ class LmoOptimizer(Optimizer):
         for group in self.param_groups:  # a checkpoint of torch.optim.Muon knows fewer settings
             for name, value in self.defaults.items():
                 group.setdefault(name, value)
+            self._canonical(group)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """As in torch, with the group's settings and parameters checked before it is added.
@@ -154,7 +160,9 @@ class LmoOptimizer(Optimizer):
         group = self._canonical(dict(param_group))
         unknown = sorted(group.keys() - self.defaults.keys() - EXTRA_KEYS)
         if unknown:
-            raise ValueError(f"{unknown[0]} is not a setting of {type(self).__name__}, got {group[unknown[0]]!r}")
+            raise ValueError(
+                f"{unknown[0]} is not a setting of {type(self).__name__}, got {group[unknown[0]]!r}"
+            )
         if not isinstance(group["params"], Tensor | set):
             group["params"] = list(group["params"])
             tensors = [p[1] if isinstance(p, tuple) else p for p in group["params"]]
@@ -174,6 +182,14 @@ class LmoOptimizer(Optimizer):
             raise
 
     def _canonical(self, group: dict[str, Any]) -> dict[str, Any]:
+        """The settings in types that checkpoints hold, which excludes torch.dtype, and tuples for lists."""
+        wanted = group.get("compute_dtype", self.defaults["compute_dtype"])
+        group["compute_dtype"] = COMPUTE.get(wanted, wanted)
+        for name in ("split_sizes", "num_heads", "coefficients", "ns_coefficients"):
+            if name in self.defaults and isinstance(
+                group.setdefault(name, self.defaults[name]), list | tuple
+            ):
+                group[name] = tuple(tuple(x) if isinstance(x, list | tuple) else x for x in group[name])
         return group
 
     def _check_group(self, group: dict[str, Any]) -> None:
@@ -197,8 +213,8 @@ class LmoOptimizer(Optimizer):
             The closure's loss, or None.
 
         Raises:
-            RuntimeError: for sparse gradients; for NaN or Inf where ``error_if_nonfinite`` is set. Nothing has been
-                changed then.
+            RuntimeError: for sparse gradients; for NaN or Inf where ``error_if_nonfinite`` is set. Nothing
+                has been changed then.
         """
         loss = None
         if closure is not None:
@@ -235,7 +251,9 @@ class LmoOptimizer(Optimizer):
                 if g is None:
                     continue
                 if g.layout != torch.strided:
-                    raise RuntimeError(f"{name_of(group, i)} has a sparse gradient ({g.layout}): give it dense ones")
+                    raise RuntimeError(
+                        f"{name_of(group, i)} has a sparse gradient ({g.layout}): give it dense ones"
+                    )
                 found.append((group, plan, p, g))
                 if group["error_if_nonfinite"]:
                     watched.append((name_of(group, i), g))
@@ -261,7 +279,9 @@ class LmoOptimizer(Optimizer):
         flags = all_ranks(finite([g for _, g in watched]), [g for _, g in watched])
         bad = [name for (name, _), good in zip(watched, flags, strict=True) if not good]
         if bad:
-            raise RuntimeError(f"error_if_nonfinite: NaN or Inf in the gradient of {', '.join(bad)}; nothing was changed")
+            raise RuntimeError(
+                f"error_if_nonfinite: NaN or Inf in the gradient of {', '.join(bad)}; nothing was changed"
+            )
 
 
 def all_ranks(flags: list[bool], tensors: Sequence[Tensor]) -> list[bool]:
@@ -276,26 +296,32 @@ def all_ranks(flags: list[bool], tensors: Sequence[Tensor]) -> list[bool]:
 def run(jobs: Iterable[Job]) -> None:
     """One ``lmo_step_`` per direction, rule, device and dtypes, over all blocks that share them."""
     calls: dict[tuple, tuple[list, ...]] = {}
-    for job in jobs:
-        p, g, m = job.param, job.grad, job.momentum_buffer
-        rule, shrink, length = job.plan
-        kind = (rule, p.device, p.dtype, g.dtype, None if m is None else m.dtype)
-        if p.dim() != 2:
+    rules: dict[Rule, int] = {}
+    numbers: dict[
+        int, int
+    ] = {}  # of a plan: hashing its rule for every parameter would cost more than the loop
+    for p, g, m, blocks, plan in jobs:
+        number = numbers.get(id(plan))
+        if number is None:
+            number = numbers[id(plan)] = rules.setdefault(plan.rule, len(rules))
+        if p.dim() > 2:
             g = like_weight(g, p)
-        for block in job.blocks:
-            key = (block.direction, kind)
-            call = calls.get(key)
+        kind = (number, p.device, p.dtype, g.dtype, None if m is None else m.dtype)
+        for block in blocks:
+            call = calls.get((block.direction, kind))
             if call is None:
-                call = calls[key] = ([], [], [], [], [])
+                call = calls[block.direction, kind] = ([], [], [], [], [])
             weights, grads, momenta, shrinks, lengths = call
             weights.append(view(p, block))
             grads.append(view(g, block, p))
             if m is not None:
                 momenta.append(view(m, block, p))
-            shrinks.append(shrink)
-            lengths.append(length * block.factor)
-    for i, ((direction, (rule, *_)), call) in enumerate(calls.items()):
+            shrinks.append(plan.shrink)
+            lengths.append(plan.length * block.factor)
+    order = list(rules)
+    for i, ((direction, (number, *_)), call) in enumerate(calls.items()):
         weights, grads, momenta, shrinks, lengths = call
+        rule = order[number]
         coefficients, restarts, form, compute, eps = rule.recipe
         seed = -1 if rule.seed < 0 else mix(rule.seed, i)
         lmo_step_(

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from pyops.optim.base import LmoOptimizer, Plan, Rule, recipe
-from pyops.optim.norms import Block, blocks
+from pyops.optim.norms import Block, cut
 
 ADJUST = {
     "original": lambda rows, cols: math.sqrt(max(1, rows / cols)),
@@ -29,23 +29,24 @@ class Muon(LmoOptimizer):
         W <- (1 - lr weight_decay) W - lr adjust(rows, cols) polar(d)
 
     Args:
-        params, lr, weight_decay, momentum, nesterov, ns_coefficients, eps, ns_steps: as in ``torch.optim.Muon``, and
-            checked: momentum in [0, 1], ns_steps in [0, 100), eps at least 0.
-        adjust_lr_fn: ``None`` or ``"original"``: sqrt(max(1, rows/cols)); ``"match_rms_adamw"``: 0.2 sqrt(max(rows,
-            cols)); beyond torch's: ``"spectral"``: sqrt(rows/cols), ``"unit_rms"``: sqrt(max(rows, cols)),
-            ``"none"``: 1.
+        params, lr, weight_decay, momentum, nesterov, ns_coefficients, eps, ns_steps: as in
+            ``torch.optim.Muon``, and checked: momentum in [0, 1], ns_steps in [0, 100), eps at least 0.
+        adjust_lr_fn: ``None`` or ``"original"``: sqrt(max(1, rows/cols)); ``"match_rms_adamw"``: 0.2
+            sqrt(max(rows, cols)); beyond torch's: ``"spectral"``: sqrt(rows/cols), ``"unit_rms"``:
+            sqrt(max(rows, cols)), ``"none"``: 1.
         foreach: accepted; the step always takes all matrices in one call.
         flatten: take parameters of three and more dimensions, kernels for instance, as matrices [rows, rest].
             Without it they raise ValueError, as in torch.
-        split_sizes, num_heads, split_dim, compute_dtype, error_if_nonfinite: as in :class:`pyops.optim.Scion`.
+        split_sizes, num_heads, split_dim, compute_dtype, error_if_nonfinite: as in
+            :class:`pyops.optim.Scion`.
 
     Raises:
         TypeError: for complex, integer or sparse parameters.
         ValueError: for a setting outside what is listed, naming it; parameters that are not matrices.
 
-    State: ``momentum_buffer``; state dicts load in both directions between this class and torch's. Where it differs:
-    1 x n and n x 1 matrices give exactly d/||d||, norms beyond float32's squares are handled, and a gradient is
-    never overwritten.
+    State: ``momentum_buffer``; state dicts load in both directions between this class and torch's. Where it
+    differs: 1 x n and n x 1 matrices give exactly d/||d||, norms beyond float32's squares are handled, and a
+    gradient is never overwritten.
 
     >>> w = torch.nn.Parameter(torch.eye(2))
     >>> opt = Muon([w], lr=0.1, weight_decay=0.0)
@@ -75,12 +76,23 @@ class Muon(LmoOptimizer):
         compute_dtype: torch.dtype | str = torch.bfloat16,
         error_if_nonfinite: bool = False,
     ):
-        defaults = dict(
-            lr=lr, weight_decay=weight_decay, momentum=momentum, nesterov=nesterov, ns_coefficients=ns_coefficients,
-            eps=eps, ns_steps=ns_steps, adjust_lr_fn=adjust_lr_fn, foreach=foreach, flatten=flatten,
-            split_sizes=split_sizes, num_heads=num_heads, split_dim=split_dim, compute_dtype=compute_dtype,
-            error_if_nonfinite=error_if_nonfinite,
-        )  # fmt: skip
+        defaults = {
+            "lr": lr,
+            "weight_decay": weight_decay,
+            "momentum": momentum,
+            "nesterov": nesterov,
+            "ns_coefficients": ns_coefficients,
+            "eps": eps,
+            "ns_steps": ns_steps,
+            "adjust_lr_fn": adjust_lr_fn,
+            "foreach": foreach,
+            "flatten": flatten,
+            "split_sizes": split_sizes,
+            "num_heads": num_heads,
+            "split_dim": split_dim,
+            "compute_dtype": compute_dtype,
+            "error_if_nonfinite": error_if_nonfinite,
+        }
         super().__init__(params, defaults)
 
     def _check_group(self, group: dict[str, Any]) -> None:
@@ -92,7 +104,9 @@ class Muon(LmoOptimizer):
         if not 0 <= group["momentum"] <= 1:
             raise ValueError(f"momentum must be in [0, 1], got {group['momentum']}")
         if group["adjust_lr_fn"] is not None and group["adjust_lr_fn"] not in ADJUST:
-            raise ValueError(f"adjust_lr_fn must be None or one of {', '.join(ADJUST)}, got {group['adjust_lr_fn']!r}")
+            raise ValueError(
+                f"adjust_lr_fn must be None or one of {', '.join(ADJUST)}, got {group['adjust_lr_fn']!r}"
+            )
         if isinstance(group["ns_steps"], bool) or not isinstance(group["ns_steps"], int):
             raise TypeError(f"ns_steps must be an integer, got {group['ns_steps']!r}")
         if not 0 <= group["ns_steps"] < 100:
@@ -109,8 +123,8 @@ class Muon(LmoOptimizer):
         if len(shape) != 2 and not (group["flatten"] and len(shape) > 2):
             hint = "" if len(shape) < 2 else ": flatten=True takes it as [rows, rest]"
             raise ValueError(f"Muon needs matrices, got a parameter of shape {tuple(shape)}{hint}")
-        sizes, heads = (tuple(x) if isinstance(x, list) else x for x in (group["split_sizes"], group["num_heads"]))
-        return _cut(tuple(shape), sizes, heads, group["split_dim"], group["adjust_lr_fn"] or "original")
+        split = group["split_sizes"], group["num_heads"], group["split_dim"]
+        return _cut(shape, *split, group["adjust_lr_fn"] or "original")
 
     def _plan(self, group: dict[str, Any]) -> Plan:
         lr = float(group["lr"])
@@ -119,13 +133,10 @@ class Muon(LmoOptimizer):
 
 
 @functools.cache
-def _cut(shape, split_sizes, num_heads, split_dim, adjust) -> tuple[Block, ...]:
+def _cut(shape: torch.Size, split_sizes, num_heads, split_dim, adjust: str) -> tuple[Block, ...]:
     """The blocks of a flattened parameter, with torch's adjustment of the learning rate as factor."""
-    settings = dict(
-        norm="sign", normalized=True, transpose=False, split_sizes=split_sizes, num_heads=num_heads, split_dim=split_dim
-    )
     result = []
-    for block in blocks(torch.Size(shape), settings):
+    for block in cut(shape, "sign", "rms", None, False, split_sizes, num_heads, split_dim):
         rows, cols = shape[0], math.prod(shape[1:])
         size = (block.cut[2] if block.cut else shape[split_dim]) // (block.heads[1] if block.heads else 1)
         if split_dim % 2 == 0:

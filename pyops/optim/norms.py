@@ -1,28 +1,29 @@
 """The norm balls of the Scion paper (Pethick et al., ICML 2025, arXiv 2502.07529) as they act on a parameter.
 
-A parameter is cut into matrices (whole, per split, per head, per convolution tap), each a strided view. On each the step
-is ``W <- shrink W - lr radius factor u(d)`` with u one of the four directions of ``torch.ops.pyops.lmo_step_`` and a
-factor that depends on the shape only; W acts as ``d_out x d_in``:
+A parameter is cut into matrices (whole, per split, per head, per convolution tap), each a strided view. On
+each the step is ``W <- shrink W - lr radius factor u(d)`` with u one of the four directions of
+``torch.ops.pyops.lmo_step_`` and a factor that depends on the shape only; W acts as ``d_out x d_in``:
 
-================= ==================== ============================================================ ==================
-norm              ball                 factor                                                       u(d)
-================= ==================== ============================================================ ==================
-spectral          RMS -> RMS           sqrt(d_out/d_in); "rms_max": at least 1; "out": sqrt(d_out)  polar factor
-spectral_conv     largest tap, as that the same with channels, over the number of taps              of [c_out, rest]
-spectral_conv_tap largest tap, as that the same                                                     of each tap
-sign              1 -> inf             1/d_in, or 1                                                 sign
-col               1 -> RMS             sqrt(d_out)/d_in, or sqrt(d_out)                             columns over l2
-row               RMS -> inf           1/sqrt(d_in), or 1                                           rows over l2
-rms               RMS of the vector    sqrt(size)                                                   over l2
-euclidean         l2, Frobenius        1                                                            over l2
-max               largest entry        1                                                            sign
-================= ==================== ============================================================ ==================
+================= ================== ======================================================= ================
+norm              ball               factor                                                  u(d)
+================= ================== ======================================================= ================
+spectral          RMS -> RMS         sqrt(d_out/d_in); rms_max: at least 1; out: sqrt(d_out) polar factor
+spectral_conv     largest tap, ditto the same of the channels, over the number of taps       of [c_out, rest]
+spectral_conv_tap largest tap, ditto the same                                                of each tap
+sign              1 -> inf           1/d_in, or 1                                            sign
+col               1 -> RMS           sqrt(d_out)/d_in, or sqrt(d_out)                        columns over l2
+row               RMS -> inf         1/sqrt(d_in), or 1                                      rows over l2
+rms               RMS of the vector  sqrt(size)                                              over l2
+euclidean         l2, Frobenius      1                                                       over l2
+max               largest entry      1                                                       sign
+================= ================== ======================================================= ================
 
 The second of two factors is that of ``normalized=False``. These are the norms of :func:`pyops.lmo`.
 """
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Mapping
 from typing import Any, NamedTuple
@@ -32,6 +33,7 @@ from torch import Tensor
 
 from pyops.ops.lmo import NORMS
 
+SETTINGS = ("norm", "scale", "normalized", "transpose", "split_sizes", "num_heads", "split_dim")
 VECTOR_NORMS = ("rms", "euclidean", "max")
 
 
@@ -53,22 +55,36 @@ def resolve(norm: str, ndim: int) -> str:
 
 
 def blocks(shape: torch.Size, settings: Mapping[str, Any]) -> tuple[Block, ...]:
+    """See :func:`cut`; of the settings only those that matter here, so that equal ones are cut once."""
+    return cut(shape, *[settings[name] for name in SETTINGS])
+
+
+@functools.cache
+def cut(
+    shape: torch.Size,
+    norm: str,
+    scale: str,
+    normalized: bool | None,
+    transpose: bool,
+    split_sizes: tuple[int, ...] | None,
+    num_heads: int | tuple[int, ...] | None,
+    split_dim: int,
+) -> tuple[Block, ...]:
     """How a parameter of this shape is cut and scaled.
 
     Args:
         shape: of the whole parameter.
-        settings: the keys ``norm``, ``scale``, ``normalized``, ``transpose``, ``split_sizes``, ``num_heads`` and
-            ``split_dim`` of a parameter group.
+        others: as in :class:`pyops.optim.Scion`.
 
     Raises:
         ValueError: where the settings do not fit the shape.
     """
-    norm = resolve(settings["norm"], len(shape))
-    sizes, heads, dim = settings["split_sizes"], settings["num_heads"], settings["split_dim"]
+    norm = resolve(norm, len(shape))
+    sizes, heads, dim = split_sizes, num_heads, split_dim
     if norm in VECTOR_NORMS:
-        for name in ("split_sizes", "num_heads"):
-            if settings[name] is not None:
-                raise ValueError(f"{name} applies to matrices, norm {norm!r} treats {tuple(shape)} as a vector")
+        for name, value in (("split_sizes", sizes), ("num_heads", heads)):
+            if value is not None:
+                raise ValueError(f"{name} cuts matrices, norm {norm!r} takes {tuple(shape)} as a vector")
         factor = math.sqrt(max(shape.numel(), 1)) if norm == "rms" else 1.0
         direction = "sign" if norm == "max" else "euclidean"
         return (Block("matrix" if len(shape) == 2 else "vector", None, None, direction, factor),)
@@ -76,17 +92,23 @@ def blocks(shape: torch.Size, settings: Mapping[str, Any]) -> tuple[Block, ...]:
         raise ValueError(f"norm {norm!r} needs a matrix, got a parameter of shape {tuple(shape)}")
     if norm in ("spectral_conv", "spectral_conv_tap") and len(shape) == 2:
         norm = "spectral"
-    layout = {"spectral": "matrix", "spectral_conv_tap": "tap"}.get(norm, "matrix" if len(shape) == 2 else "conv")
+    layout = {"spectral": "matrix", "spectral_conv_tap": "tap"}.get(
+        norm, "matrix" if len(shape) == 2 else "conv"
+    )
     if (sizes or heads) and len(shape) > 2 and layout == "matrix":
-        raise ValueError(f"split_sizes and num_heads need a matrix or a kernel, got a batch of shape {tuple(shape)}")
+        raise ValueError(
+            f"split_sizes and num_heads need a matrix or a kernel, got a batch of shape {tuple(shape)}"
+        )
     if not -2 <= dim <= 1:
         raise ValueError(f"split_dim must be 0 or 1, got {dim}")
     dim %= 2
     if sizes is None:
-        parts = [(None, shape[dim])]
+        parts: list[tuple[tuple[int, int, int] | None, int]] = [(None, shape[dim])]
     else:
         if sum(sizes) != shape[dim]:
-            raise ValueError(f"split_sizes must sum to {shape[dim]}, dimension {dim} of {tuple(shape)}, got {tuple(sizes)}")
+            raise ValueError(
+                f"split_sizes must sum to {shape[dim]}, dimension {dim} of {tuple(shape)}, got {tuple(sizes)}"
+            )
         starts = [sum(sizes[:i]) for i in range(len(sizes))]
         parts = [((dim, start, size), size) for start, size in zip(starts, sizes, strict=True)]
     counts = [heads] * len(parts) if heads is None or isinstance(heads, int) else list(heads)
@@ -98,7 +120,7 @@ def blocks(shape: torch.Size, settings: Mapping[str, Any]) -> tuple[Block, ...]:
             raise ValueError(f"num_heads must divide {size}, got {count}")
         extent = list(shape)
         extent[dim] = size // (count or 1)
-        direction, factor = _direction(norm, extent, settings)
+        direction, factor = _direction(norm, extent, scale, normalized, transpose)
         block = Block(layout, cut, None if count is None else (dim, count), direction, factor)
         result.extend(_per_tap(block, size) if layout == "tap" else [block])
     return tuple(result)
@@ -115,37 +137,40 @@ def _per_tap(block: Block, size: int) -> list[Block]:
 
 
 def _measured(shape: torch.Size, block: Block) -> list[Block]:
-    """The blocks whose lengths make up the norm: a kernel's are its taps, whatever the direction was taken over."""
+    """The blocks whose lengths make up the norm: of a kernel its taps, whatever the direction spans."""
     if block.direction != "spectral" or block.layout != "conv":
         return [block]
     dim = block.heads[0] if block.heads else 0
     return _per_tap(block, block.cut[2] if block.cut else shape[dim])
 
 
-def _direction(norm: str, extent: list[int], settings: Mapping[str, Any]) -> tuple[str, float]:
+def _direction(
+    norm: str, extent: list[int], scale: str, normalized: bool | None, transpose: bool
+) -> tuple[str, float]:
     if norm == "spectral":
         rows, cols, taps = extent[-2], extent[-1], 1
     elif norm in ("spectral_conv", "spectral_conv_tap"):
         rows, cols, taps = extent[0], extent[1], math.prod(extent[2:])
     else:
         rows, cols, taps = extent[0], math.prod(extent[1:]), 1
-    if settings["transpose"]:
+    if transpose:
         rows, cols = cols, rows
     rows, cols = max(rows, 1), max(cols, 1)
-    normalized = NORMS[norm][2] if settings["normalized"] is None else settings["normalized"]
+    if normalized is None:
+        normalized = NORMS[norm][2]
     if norm.startswith("spectral"):
-        return "spectral", spectral_factor(settings["scale"], rows, cols) / max(taps, 1)
+        return "spectral", spectral_factor(scale, rows, cols) / max(taps, 1)
     if norm == "sign":
         return "sign", 1 / cols if normalized else 1.0
     if norm == "col":
         factor = math.sqrt(rows) / (cols if normalized else 1)
-        return ("row" if settings["transpose"] else "col"), factor
+        return ("row" if transpose else "col"), factor
     factor = 1 / math.sqrt(cols) if normalized else 1.0
-    return ("col" if settings["transpose"] else "row"), factor
+    return ("col" if transpose else "row"), factor
 
 
 def spectral_factor(scale: str, rows: int, cols: int) -> float:
-    """Factor of the spectral ball: "rms" sqrt(rows/cols), "rms_max" max(1, that), "out" sqrt(rows), "none" 1."""
+    """Of the spectral ball: "rms" sqrt(rows/cols), "rms_max" max(1, that), "out" sqrt(rows), "none" 1."""
     if scale == "rms":
         return math.sqrt(rows / cols)
     if scale == "rms_max":
@@ -156,14 +181,17 @@ def spectral_factor(scale: str, rows: int, cols: int) -> float:
 def view(t: Tensor, block: Block, like: Tensor | None = None) -> Tensor:
     """The block of t as [rows, cols] or [batch, rows, cols] in t's own memory.
 
-    The order in which the entries of a kernel or vector are flattened follows the strides of ``like`` (default t), so
-    that a channels-last kernel needs no copy; the directions do not depend on that order.
+    The order in which the entries of a kernel or vector are flattened follows the strides of ``like``
+    (default t), so that a channels-last kernel needs no copy; the directions do not depend on that order.
 
     Raises:
         RuntimeError: by torch, where t's strides allow no such view.
     """
-    if block.layout == "matrix" and t.dim() == 2 and block.cut is None and block.heads is None:
-        return t
+    if block.cut is None and block.heads is None:
+        if block.layout == "matrix" and t.dim() == 2:
+            return t
+        if block.layout == "vector" and t.dim() < 2:
+            return t.view(1, -1)
     order = (t if like is None else like).stride()
     if block.layout == "vector":
         dims = sorted(range(t.dim()), key=lambda i: -order[i])
@@ -207,7 +235,9 @@ def gauge(w: Tensor, parts: tuple[Block, ...]) -> float:
     return worst
 
 
-def boundary_(w: Tensor, parts: tuple[Block, ...], radius: float, generator: torch.Generator | None = None) -> None:
+def boundary_(
+    w: Tensor, parts: tuple[Block, ...], radius: float, generator: torch.Generator | None = None
+) -> None:
     """Fills w with a random point on the boundary of its ball, drawn in float64."""
     for block in (measured for part in parts for measured in _measured(w.shape, part)):
         target = view(w, block)

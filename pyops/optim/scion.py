@@ -33,51 +33,57 @@ class Scion(LmoOptimizer):
     The step does not depend on the scale of the gradients.
 
     Args:
-        params: parameters, named parameters, or parameter groups; every argument below except ``grad_scaler`` may be
-            set per group (``light`` has to be the same in all). :meth:`auto_groups` makes groups for a model.
+        params: parameters, named parameters, or parameter groups; every argument below except ``grad_scaler``
+            may be set per group (``light`` has to be the same in all). :meth:`auto_groups` makes groups for a
+            model.
         lr: step size gamma, in [0, 1] when constrained.
         momentum: weight of the past in d, in [0, 1); torch's convention. 0.9 if neither is given, the paper's
             recommendation. The paper's code calls 1 - momentum ``momentum``.
         alpha: 1 - momentum, the paper's symbol, in (0, 1]. Give one of the two.
-        norm: one of the norms of :func:`pyops.lmo`, or ``"auto"``: spectral for matrices, spectral_conv from three
-            dimensions on, rms for vectors. ``"spectral"`` of [..., rows, cols] is a batch of matrices.
-        radius: radius rho of the ball. In the paper 50 for hidden layers and 3000 for the output of a 124M GPT.
+        norm: one of the norms of :func:`pyops.lmo`, or ``"auto"``: spectral for matrices, spectral_conv from
+            three dimensions on, rms for vectors. ``"spectral"`` of [..., rows, cols] is a batch of matrices.
+        radius: radius rho of the ball. In the paper 50 for hidden layers and 3000 for the output of a 124M
+            GPT.
         constrained: which of the two updates.
         scale: for the spectral norms, as in :func:`pyops.spectral_lmo`.
-        normalized, transpose: for sign, col and row (``transpose`` for spectral norms too), as in :func:`pyops.lmo`.
-        split_sizes: cuts dimension ``split_dim`` into matrices of these sizes, each with its own ball of that radius
-            (fused query, key and value). Views, no copies.
-        num_heads: cuts that dimension, or each part of it, into so many equal matrices; one number or one per part.
+        normalized, transpose: for sign, col and row (``transpose`` for spectral norms too), as in
+            :func:`pyops.lmo`.
+        split_sizes: cuts dimension ``split_dim`` into matrices of these sizes, each with its own ball of that
+            radius (fused query, key and value). Views, no copies.
+        num_heads: cuts that dimension, or each part of it, into so many equal matrices; one number or one per
+            part.
         split_dim: 0 (rows, outputs) or 1 (columns, inputs).
-        init: what :meth:`init_` does: ``"boundary"``, ``"zeros"`` or ``"keep"``; None: zeros for rms, boundary else.
-        light: where the gradients live. False: in ``p.grad``, beside the momentum. True: nowhere; each is folded
-            into the momentum during backward, so that one set of weights and one of gradients is all there is. Right
-            under gradient accumulation, GradScaler (see ``grad_scaler``), clearing gradients before backward or
-            after the step, non-finite gradients, and averaging by DistributedDataParallel; clipping, and clearing
-            gradients before they were used, raise RuntimeError. ``"deferred"``: in ``p.grad`` until the step, which
-            then frees them; anything the plain form allows.
-        grad_scaler: with ``light=True``, the ``torch.amp.GradScaler`` in use, since gradients are unscaled when they
-            are folded. The finite gradients of a step that it skips count towards the next step.
-        method, steps, coefficients, eps, form: of the polar iteration, as in :func:`pyops.polar`. Five steps, as in
-            the paper; ``steps=None`` is the method's own default.
-        compute_dtype: arithmetic of its products: ``torch.bfloat16`` (as the published optimizers, whatever the
-            dtype of the weights), ``torch.float32``, ``torch.float64`` or ``"bf16x3"``.
-        error_if_nonfinite: raise RuntimeError for NaN or Inf in a gradient before any parameter changes. Without
-            it, the plain form passes them on to the matrix concerned, and the light form leaves the parameter
-            concerned and its momentum as they were.
-        stochastic_rounding: round bfloat16 and float16 weights up or down at random, with the right mean, so that
-            steps smaller than their spacing are not lost.
+        init: what :meth:`init_` does: ``"boundary"``, ``"zeros"`` or ``"keep"``; None: zeros for rms,
+            boundary else.
+        light: where the gradients live. False: in ``p.grad``, beside the momentum. True: nowhere; each is
+            folded into the momentum during backward, so that one set of weights and one of gradients is all
+            there is. Right under gradient accumulation, GradScaler (see ``grad_scaler``), clearing gradients
+            before backward or after the step, non-finite gradients, and averaging by DistributedDataParallel;
+            clipping, and clearing gradients before they were used, raise RuntimeError. ``"deferred"``: in
+            ``p.grad`` until the step, which then frees them; anything the plain form allows.
+        grad_scaler: with ``light=True``, the ``torch.amp.GradScaler`` in use, since gradients are unscaled
+            when they are folded. The finite gradients of a step that it skips count towards the next step.
+        method, steps, coefficients, eps, form: of the polar iteration, as in :func:`pyops.polar`. Five steps,
+            as in the paper; ``steps=None`` is the method's own default.
+        compute_dtype: arithmetic of its products: ``torch.bfloat16`` (as the published optimizers, whatever
+            the dtype of the weights), ``torch.float32``, ``torch.float64`` or ``"bf16x3"``.
+        error_if_nonfinite: raise RuntimeError for NaN or Inf in a gradient before any parameter changes.
+            Without it, the plain form passes them on to the matrix concerned, and the light form leaves the
+            parameter concerned and its momentum as they were.
+        stochastic_rounding: round bfloat16 and float16 weights up or down at random, with the right mean, so
+            that steps smaller than their spacing are not lost.
         seed: of the stochastic rounding; the state dict holds it and the step.
 
     Raises:
         TypeError: for complex, integer or sparse parameters.
-        ValueError: for a setting outside what is listed, or one that does not fit a parameter's shape, naming it.
+        ValueError: for a setting outside what is listed, or one that does not fit a parameter's shape, naming
+            it.
 
-    State: ``momentum_buffer``, in the shape and dtype of the gradient. ``differentiable`` and ``capturable`` are not
-    supported.
+    State: ``momentum_buffer``, in the shape and dtype of the gradient. ``differentiable`` and ``capturable``
+    are not supported.
 
-    Pethick, Xie, Antonakopoulos, Zhu, Silveti-Falls, Cevher, "Training Deep Learning Models with Norm-Constrained
-    LMOs", ICML 2025.
+    Pethick, Xie, Antonakopoulos, Zhu, Silveti-Falls, Cevher, "Training Deep Learning Models with
+    Norm-Constrained LMOs", ICML 2025.
 
     >>> model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4))
     >>> opt = Scion(Scion.auto_groups(model, hidden=2.0, output=8.0), lr=0.1)
@@ -117,15 +123,35 @@ class Scion(LmoOptimizer):
         stochastic_rounding: bool = False,
         seed: int = 0,
     ):
-        defaults = dict(
-            lr=lr, momentum=momentum_from(momentum, alpha), norm=norm, radius=radius, constrained=constrained,
-            scale=scale, normalized=normalized, transpose=transpose, split_sizes=split_sizes, num_heads=num_heads,
-            split_dim=split_dim, init=init, light=light, method=method, steps=steps, coefficients=coefficients,
-            eps=eps, form=form, compute_dtype=compute_dtype, error_if_nonfinite=error_if_nonfinite,
-            stochastic_rounding=stochastic_rounding, seed=seed, step=0,
-        )  # fmt: skip
+        defaults = {
+            "lr": lr,
+            "momentum": momentum_from(momentum, alpha),
+            "norm": norm,
+            "radius": radius,
+            "constrained": constrained,
+            "scale": scale,
+            "normalized": normalized,
+            "transpose": transpose,
+            "split_sizes": split_sizes,
+            "num_heads": num_heads,
+            "split_dim": split_dim,
+            "init": init,
+            "light": light,
+            "method": method,
+            "steps": steps,
+            "coefficients": coefficients,
+            "eps": eps,
+            "form": form,
+            "compute_dtype": compute_dtype,
+            "error_if_nonfinite": error_if_nonfinite,
+            "stochastic_rounding": stochastic_rounding,
+            "seed": seed,
+            "step": 0,
+        }
         if grad_scaler is not None and light is not True:
-            raise ValueError("grad_scaler is for light=True; otherwise scaler.step(optimizer) is all it takes")
+            raise ValueError(
+                "grad_scaler is for light=True; otherwise scaler.step(optimizer) is all it takes"
+            )
         self.grad_scaler = grad_scaler
         self._folder = Folder(self)
         super().__init__(params, defaults)
@@ -138,16 +164,23 @@ class Scion(LmoOptimizer):
         return auto.groups(model, **settings)
 
     def summary(self, model: nn.Module | None = None) -> str:
-        """A table of every parameter's norm, radius, shape and ||W|| / radius; see :func:`pyops.optim.auto.summary`."""
+        """Every parameter's shape, norm, radius and ||W|| / radius; see :func:`pyops.optim.auto.summary`."""
         return auto.summary(self, model)
+
+    def ball_ratios(self) -> dict[str, float]:
+        """||W|| / radius of every parameter by name, in the norm of its group: at most 1 inside the ball.
+
+        Kernels are measured tap by tap. Singular values are computed: not for every step of a run.
+        """
+        return auto.ratios(self)
 
     @torch.no_grad()
     def init_(self, generator: torch.Generator | None = None) -> None:
         """Draws every parameter anew on the boundary of its ball, as the constrained form wants it to start.
 
-        Semi-orthogonal matrices (kernels: taps) for the spectral norms, random signs for sign and max, normalised
-        Gaussian columns, rows or vectors for col, row and euclidean, zeros for rms; each times its factor and
-        radius, drawn in float64. Groups with ``init="keep"`` stay as they are.
+        Semi-orthogonal matrices (kernels: taps) for the spectral norms, random signs for sign and max,
+        normalised Gaussian columns, rows or vectors for col, row and euclidean, zeros for rms; each times its
+        factor and radius, drawn in float64. Groups with ``init="keep"`` stay as they are.
 
         Args:
             generator: source of the random numbers, on the parameters' device.
@@ -158,17 +191,12 @@ class Scion(LmoOptimizer):
                 if init == "zeros":
                     p.zero_()
                 elif init == "boundary":
-                    auto.on_whole(p, lambda w, g=group: boundary_(w, self._blocks(g, w.shape), g["radius"], generator))
+                    auto.on_whole(p, boundary_, self._blocks(group, p.shape), group["radius"], generator)
 
     def _canonical(self, group: dict[str, Any]) -> dict[str, Any]:
         if "alpha" in group:
             group["momentum"] = momentum_from(group.get("momentum"), group.pop("alpha"))
-        for name in ("split_sizes", "num_heads", "coefficients"):
-            if group.get(name) is None and self.defaults[name] is not None:
-                group[name] = self.defaults[name]
-            if isinstance(group.get(name), Iterable):
-                group[name] = tuple(tuple(x) if isinstance(x, Iterable) else x for x in group[name])
-        return group
+        return super()._canonical(group)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         super().add_param_group(param_group)
@@ -176,8 +204,8 @@ class Scion(LmoOptimizer):
         half = [name for name, p in named(group) if p.dtype in (torch.bfloat16, torch.float16)]
         if half and 1 - group["momentum"] < STALL:
             warnings.warn(
-                f"momentum={group['momentum']} is more than {half[0]}'s dtype can average: below 1 - 2^-7 the "
-                "buffer stops moving",
+                f"momentum={group['momentum']} is more than the 16 bits of {half[0]} can average: the buffer "
+                "stops moving above 1 - 2^-7",
                 stacklevel=2,
             )
         self._folder.watch(group)
@@ -209,7 +237,9 @@ class Scion(LmoOptimizer):
     def _recipe(self, group: dict[str, Any]):
         coefficients = group["coefficients"]
         steps = None if coefficients is not None else group["steps"]
-        return recipe(group["method"], steps, coefficients, group["form"], group["compute_dtype"], group["eps"])
+        return recipe(
+            group["method"], steps, coefficients, group["form"], group["compute_dtype"], group["eps"]
+        )
 
     def _blocks(self, group: dict[str, Any], shape: torch.Size) -> tuple[Block, ...]:
         return blocks(shape, group)
@@ -233,8 +263,10 @@ class Scion(LmoOptimizer):
         self._folder.agree()
         if hasattr(self, "found_inf"):
             if self.grad_scaler is None:
-                raise RuntimeError("Scion(light=True) unscales gradients as they come: give it grad_scaler=scaler")
-            if self.grad_scale is None:  # the user has called scaler.unscale_
+                raise RuntimeError(
+                    "Scion(light=True) unscales gradients as they come: give it grad_scaler=scaler"
+                )
+            if getattr(self, "grad_scale", None) is None:  # the user has called scaler.unscale_
                 self._folder.rescale(self.grad_scaler.get_scale())
             if float(self.found_inf):
                 self._folder.skip()
@@ -261,7 +293,7 @@ class Scion(LmoOptimizer):
         return None if average is None else (average, None)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """As in torch. In the light form only where no gradient is waiting for its step (else RuntimeError)."""
+        """As in torch. In the light form RuntimeError where a gradient is waiting for its step."""
         self._folder.clear()
         super().zero_grad(set_to_none)
 
@@ -270,7 +302,9 @@ class Scion(LmoOptimizer):
     def state_dict(self) -> dict[str, Any]:
         """As in torch. In the light form only between step and backward (else RuntimeError)."""
         if self._folder.waiting():
-            raise RuntimeError("Scion(light=True): state_dict between backward and step would hold half a step")
+            raise RuntimeError(
+                "Scion(light=True): state_dict between backward and step would hold half a step"
+            )
         return super().state_dict()
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -278,8 +312,7 @@ class Scion(LmoOptimizer):
         if "_folder" not in self.__dict__:  # unpickled
             self.grad_scaler, self._folder = None, Folder(self)
         self._folder.forget()
-        for i, group in enumerate(self.param_groups):
-            self.param_groups[i] = group = self._canonical(group)
+        for group in self.param_groups:
             self._folder.watch(group)
 
 
@@ -292,7 +325,9 @@ def momentum_from(momentum: float | None, alpha: float | None) -> float:
     if alpha is None:
         return 0.9 if momentum is None else momentum
     if momentum is not None:
-        raise ValueError(f"give momentum or alpha, which is 1 - momentum, not both: got {momentum} and {alpha}")
+        raise ValueError(
+            f"give momentum or alpha, which is 1 - momentum, not both: got {momentum} and {alpha}"
+        )
     if not 0 < alpha <= 1:
         raise ValueError(f"alpha must be in (0, 1], got {alpha}")
     return 1 - alpha
