@@ -5,8 +5,11 @@
 // of X) and kChunk columns at a time, so that it and the float32 partial sums stay in L2.
 //   n^2 m multiply-adds (half of the full product), per 32x32x32 step 64 cycles, one 16x16 transposition amortised over
 //   n/64 steps.
-// Symmetric product, D = c L R + c1 M1 + c2 M2 of commuting symmetric matrices: the same, with operands that already
-//   have both layouts; the polynomial is the epilogue.  n^3 multiply-adds.
+// Symmetric product, D = c L R + c_r R + c_l L of commuting symmetric matrices: the same, with operands that already
+//   have the layouts; the polynomial is the epilogue.  n^3 multiply-adds.
+// Diagonals are kept apart, in float32: near convergence R is close to the identity and the factors close to multiples
+//   of it, so rounding their diagonals to bf16 would be the largest error of all (3x on Gaussian input). The stored
+//   off-diagonal parts L', R' give L R = L' R' + d_L R' + L' d_R + d_L d_R: two more terms of the epilogue.
 // Update, X <- alpha X + Z X, in place: each thread owns a range of column panels and walks it in groups of up to eight
 //   whose right-layout copy (n x 256) stays in L2; the last update hands float32 blocks to the sink, which writes the
 //   weights.  2 n^2 m multiply-adds.
@@ -32,12 +35,15 @@ class AmxEngine {
     using Scalar = float;
     using Bf16 = amx::Bf16;
     struct Symmetric {
-        Bf16* left = nullptr;   // P pieces each, piece_ elements apart
+        Bf16* left = nullptr;  // without the diagonal; P pieces each, piece_ elements apart
         Bf16* right = nullptr;
+        float* diagonal = nullptr;
     };
-    static constexpr int kProductPieces = P;           // what products use of X
-    static constexpr int kMaxPieces = P == 1 ? 2 : P;  // what may be stored: bf16 carries a second one at first
-    static constexpr int64_t kPanels = 8, kChunk = 32;
+    // Pieces of X that are stored; products use P of them. The second one that bf16 carries keeps the rounding of X out
+    // of alpha X, where the slopes a_j of the later steps would amplify it at small singular values (10x in the error
+    // of rank-deficient input, for 2 n m bytes per update).
+    static constexpr int kStored = P == 1 ? 2 : P;
+    static constexpr int64_t kPanels = 8, kChunk = 32, kDiagonals = 6;
 
     // Carves its buffers from `arena` (of arena_bytes()); `team_size` threads will call the members together.
     AmxEngine(int64_t n, int64_t m, int team_size, char* arena) : n_(n), m_(m) {
@@ -48,25 +54,28 @@ class AmxEngine {
             p += (bytes + 63) / 64 * 64;
             return r;
         };
-        x_ = reinterpret_cast<Bf16*>(take(kMaxPieces * x_piece_ * 2));
+        x_ = reinterpret_cast<Bf16*>(take(kStored * x_piece_ * 2));
         for (Bf16*& b : pool_) b = reinterpret_cast<Bf16*>(take(P * piece_ * 2));
         partial_ = reinterpret_cast<float*>(take(partial_bytes()));
         transposed_ = reinterpret_cast<Bf16*>(take(transposed_bytes()));
         panels_ = reinterpret_cast<Bf16*>(take(panel_elements() * 2 * team_size));
         sums_ = reinterpret_cast<double*>(take(nb_ * nb_ * 8));
-        gram = {pool_[0], pool_[1]};
-        first_z = {pool_[2], pool_[3]};
-        z = {pool_[2], nullptr};
-        q[0] = {nullptr, pool_[3]};
-        q[1] = {nullptr, pool_[4]};
-        last_q = {pool_[5], nullptr};
-        rz = {nullptr, pool_[6]};
+        float* d = reinterpret_cast<float*>(take(kDiagonals * nb_ * 32 * 4));
+        const auto diagonal = [&](int64_t i) { return d + i * nb_ * 32; };
+        gram = {pool_[0], pool_[1], diagonal(0)};
+        first_z = {pool_[2], pool_[3], diagonal(1)};
+        z = {pool_[2], nullptr, diagonal(2)};
+        q[0] = {nullptr, pool_[3], diagonal(1)};
+        q[1] = {nullptr, pool_[4], diagonal(3)};
+        last_q = {pool_[5], nullptr, diagonal(4)};
+        rz = {nullptr, pool_[6], diagonal(5)};
     }
 
     static int64_t arena_bytes(int64_t n, int64_t m, int team_size) {
         AmxEngine e(n, m);
-        return (kMaxPieces * e.x_piece_ * 2) + 7 * (P * e.piece_ * 2) + e.partial_bytes() + e.transposed_bytes() +
-               e.panel_elements() * 2 * team_size + e.nb_ * e.nb_ * 8 + 64 * 16;
+        return (kStored * e.x_piece_ * 2) + 7 * (P * e.piece_ * 2) + e.partial_bytes() + e.transposed_bytes() +
+               e.panel_elements() * 2 * team_size + e.nb_ * e.nb_ * 8 +
+               kDiagonals * e.nb_ * 32 * 4 + 64 * 16;
     }
 
     // The matrices of the iteration, with the layouts their uses need. Q is kept without its multiple of the identity,
@@ -76,19 +85,19 @@ class AmxEngine {
     int64_t block_rows() const { return nb_; }
     int64_t block_cols() const { return mb_; }
 
-    // Stores the 32 x 32 float block (i, j) of X, read with row stride `ld`, as `pieces` pieces.
-    void store_block(int64_t i, int64_t j, const float* c, int64_t ld, int pieces) {
+    // Stores the 32 x 32 float block (i, j) of X, read with row stride `ld`.
+    void store_block(int64_t i, int64_t j, const float* c, int64_t ld) {
         Bf16* t = x_ + (i * mb_ + j) * amx::kBlockSize;
         for (int r = 0; r < 32; ++r)
             amx::store_pieces(_mm512_loadu_ps(c + ld * r), _mm512_loadu_ps(c + ld * r + 16), t + 32 * r, x_piece_,
-                              pieces);
+                              kStored);
     }
 
-    void load_block(int64_t i, int64_t j, float* c, int pieces) const {
+    void load_block(int64_t i, int64_t j, float* c) const {
         const Bf16* s = x_ + (i * mb_ + j) * amx::kBlockSize;
         for (int r = 0; r < 32; ++r) {
             __m512 a = _mm512_setzero_ps(), b = a;
-            for (int p = 0; p < pieces; ++p) {
+            for (int p = 0; p < kStored; ++p) {
                 const __m512i row = _mm512_load_si512(s + p * x_piece_ + 32 * r);
                 a = _mm512_add_ps(a, amx::widen(row, 0));
                 b = _mm512_add_ps(b, amx::widen(row, 1));
@@ -100,23 +109,21 @@ class AmxEngine {
 
     enum class Sum { None, Squares, Idempotency };
 
-    // out = c * product + c1 * m1 + c2 * m2, for I >= J with mirror.
+    // out = c * left * right + c_right * right + c_left * left
     struct Combination {
-        Symmetric out;
-        float c = 1;
-        float c1 = 0;
-        Symmetric m1{};
-        float c2 = 0;
-        Symmetric m2{};
-        Sum sum = Sum::None;  // of out^2, or of (product - m1)^2
+        Symmetric out{};
+        Symmetric left{}, right{};
+        float c = 1, c_right = 0, c_left = 0;
+        Sum sum = Sum::None;  // of out^2, or of (left * right - right)^2
     };
 
     // out = X X^T
-    void gram_matrix(const Team& team, const Combination& e) { symmetric<true>(team, x_, x_piece_, mb_, nullptr, e); }
+    void gram_matrix(const Team& team, const Symmetric& out, Sum sum) {
+        symmetric<true>(team, x_, x_piece_, mb_, nullptr, {.out = out, .sum = sum});
+    }
 
-    // out = c * left * right + ...
-    void product(const Team& team, const Symmetric& left, const Symmetric& right, const Combination& e) {
-        symmetric<false>(team, left.left, piece_, nb_, right.right, e);
+    void product(const Team& team, const Combination& e) {
+        symmetric<false>(team, e.left.left, piece_, nb_, e.right.right, e);
     }
 
     // The sum asked for by the last product, in a fixed order; valid on every member after a wait.
@@ -127,10 +134,9 @@ class AmxEngine {
         return s;
     }
 
-    // X <- alpha X + left X. X is read as `pieces_in` pieces in the term alpha X and stored as `pieces_out` (0: not);
-    // with a sink, each float block (i, j) goes to sink->block(i, j, c) as well.
+    // X <- alpha X + left X, stored if `keep`; with a sink, each float block (i, j) goes to sink->block(i, j, c) as well.
     template <class Sink>
-    void update(const Team& team, const Symmetric& left, float alpha, int pieces_in, int pieces_out, Sink* sink) {
+    void update(const Team& team, const Symmetric& left, float alpha, bool keep, Sink* sink) {
         const amx::TileScope tiles;
         alignas(64) float c[1024];
         Bf16* panels = panels_ + team.rank * panel_elements();
@@ -149,7 +155,7 @@ class AmxEngine {
                     amx::accumulate<P>(left.left + i * nb_ * amx::kBlockSize, piece_,
                                        panels + (j - j0) * nb_ * amx::kBlockSize, panel_piece, nb_);
                     amx::store_accumulator(c);
-                    finish_update(x_ + (i * mb_ + j) * amx::kBlockSize, c, alpha, pieces_in, pieces_out,
+                    finish_update(x_ + (i * mb_ + j) * amx::kBlockSize, c, alpha, left.diagonal + 32 * i, keep,
                                   sink != nullptr);
                     if (sink) sink->block(i, j, c);
                 }
@@ -247,14 +253,75 @@ class AmxEngine {
         }
     }
 
+    // The diagonal of the result goes to out.diagonal, and zero takes its place in the block. Returns its share of the
+    // sum.
+    double finish_diagonal(const Combination& e, float* c, int64_t i) {
+        const float* left = e.left.left ? e.left.diagonal + 32 * i : nullptr;
+        const float* right = e.left.left ? e.right.diagonal + 32 * i : nullptr;
+        double squares = 0;
+        for (int r = 0; r < 32; ++r) {
+            float v = c[33 * r];
+            c[33 * r] = 0;
+            if (left) {
+                v += left[r] * right[r];
+                const double defect = v - right[r];
+                if (e.sum == Sum::Idempotency) squares += defect * defect;
+                v = e.c * v + e.c_right * right[r] + e.c_left * left[r];
+            }
+            if (e.sum == Sum::Squares) squares += static_cast<double>(v) * static_cast<double>(v);
+            if (e.out.diagonal) e.out.diagonal[32 * i + r] = v;
+        }
+        return squares;
+    }
+
+    // Rows 2r, 2r + 1 of the combination's off-diagonal part in block (i, j), from the accumulated product c. column[]
+    // holds the factors of left_ij; squares gathers the sum.
+    void combine(const Combination& e, const float* c, int64_t i, int64_t j, int r, const __m512 column[2], __m512 v[4],
+                 __m512& squares) const {
+        for (int t = 0; t < 4; ++t)
+            v[t] = _mm512_mul_ps(_mm512_set1_ps(e.c), _mm512_load_ps(c + 64 * r + 16 * t));
+        if (e.left.left) {
+            __m512 right[4], left[4], row[2];  // row[]: the factors of right_ij
+            for (int t = 0; t < 2; ++t)
+                row[t] = _mm512_set1_ps(e.c_right + e.c * e.left.diagonal[32 * i + 2 * r + t]);
+            const bool same = e.left.left == e.right.left;
+            load_pair(e.right, i, j, r, right);
+            if (!same) load_pair(e.left, i, j, r, left);
+            for (int t = 0; t < 4; ++t) {
+                v[t] = _mm512_fmadd_ps(row[t / 2], right[t], v[t]);
+                v[t] = _mm512_fmadd_ps(column[t % 2], same ? right[t] : left[t], v[t]);
+            }
+            if (e.sum == Sum::Idempotency)  // c = 1, c_right = c_left = 0
+                for (int t = 0; t < 4; ++t) {
+                    const __m512 d = _mm512_sub_ps(v[t], right[t]);
+                    squares = _mm512_fmadd_ps(d, d, squares);
+                }
+        }
+        if (e.sum == Sum::Squares)
+            for (int t = 0; t < 4; ++t) squares = _mm512_fmadd_ps(v[t], v[t], squares);
+    }
+
     void finish_symmetric(const Combination& e, float* c, int64_t i, int64_t j) {
+        __m512 column[2] = {};
+        if (e.left.left)
+            for (int t = 0; t < 2; ++t)
+                column[t] = _mm512_fmadd_ps(_mm512_set1_ps(e.c), _mm512_loadu_ps(e.right.diagonal + 32 * j + 16 * t),
+                                            _mm512_set1_ps(e.c_left));
+        __m512 squares = _mm512_setzero_ps(), v[4];
+        double diagonal_squares = 0;
         if (i == j) {  // products of commuting matrices are symmetric up to rounding: make the block exactly so
-            alignas(64) float t[1024];
-            std::copy(c, c + 1024, t);
-            amx::transpose_floats(t);
+            diagonal_squares = finish_diagonal(e, c, i);
+            for (int r = 0; r < 16; ++r) {
+                combine(e, c, i, j, r, column, v, squares);
+                for (int t = 0; t < 4; ++t) _mm512_store_ps(c + 64 * r + 16 * t, v[t]);
+            }
+            alignas(64) float mirror[1024];
+            std::copy(c, c + 1024, mirror);
+            amx::transpose_floats(mirror);
             for (int r = 0; r < 64; ++r)
-                _mm512_store_ps(c + 16 * r, _mm512_mul_ps(_mm512_set1_ps(0.5f), _mm512_add_ps(_mm512_load_ps(c + 16 * r),
-                                                                                             _mm512_load_ps(t + 16 * r))));
+                _mm512_store_ps(c + 16 * r, _mm512_mul_ps(_mm512_set1_ps(0.5f),
+                                                          _mm512_add_ps(_mm512_load_ps(c + 16 * r),
+                                                                        _mm512_load_ps(mirror + 16 * r))));
         }
         alignas(64) Bf16 spare_left[P][1024], spare_right[P][1024];
         Bf16 *to_left[P], *to_right[P];
@@ -262,28 +329,11 @@ class AmxEngine {
             to_left[p] = e.out.left ? e.out.left + p * piece_ + (i * nb_ + j) * amx::kBlockSize : spare_left[p];
             to_right[p] = e.out.right ? e.out.right + p * piece_ + (j * nb_ + i) * amx::kBlockSize : spare_right[p];
         }
-        const __m512 scale = _mm512_set1_ps(e.c), scale1 = _mm512_set1_ps(e.c1), scale2 = _mm512_set1_ps(e.c2);
-        __m512 squares = _mm512_setzero_ps();
         for (int r = 0; r < 16; ++r) {
-            __m512 v[4], add[4];
-            for (int t = 0; t < 4; ++t) v[t] = _mm512_load_ps(c + 64 * r + 16 * t);
-            if (e.c1 != 0 || e.sum == Sum::Idempotency) {
-                load_pair(e.m1, i, j, r, add);
-                if (e.sum == Sum::Idempotency)
-                    for (int t = 0; t < 4; ++t) {
-                        const __m512 d = _mm512_sub_ps(v[t], add[t]);
-                        squares = _mm512_fmadd_ps(d, d, squares);
-                    }
-                for (int t = 0; t < 4; ++t) v[t] = _mm512_fmadd_ps(v[t], scale, _mm512_mul_ps(scale1, add[t]));
-            } else {
-                for (int t = 0; t < 4; ++t) v[t] = _mm512_mul_ps(v[t], scale);
-            }
-            if (e.c2 != 0) {
-                load_pair(e.m2, i, j, r, add);
-                for (int t = 0; t < 4; ++t) v[t] = _mm512_fmadd_ps(scale2, add[t], v[t]);
-            }
-            if (e.sum == Sum::Squares)
-                for (int t = 0; t < 4; ++t) squares = _mm512_fmadd_ps(v[t], v[t], squares);
+            if (i == j)
+                for (int t = 0; t < 4; ++t) v[t] = _mm512_load_ps(c + 64 * r + 16 * t);
+            else
+                combine(e, c, i, j, r, column, v, squares);
             for (int p = 0; p < P; ++p) {
                 const __m512i low = amx::narrow_pairs(v[0], v[2]), high = amx::narrow_pairs(v[1], v[3]);
                 _mm512_store_si512(to_right[p] + 32 * r, low);
@@ -297,7 +347,7 @@ class AmxEngine {
                 v[3] = _mm512_sub_ps(v[3], amx::widen_odd(high));
             }
         }
-        if (e.sum != Sum::None) sums_[i * nb_ + j] = _mm512_reduce_add_ps(squares);
+        if (e.sum != Sum::None) sums_[i * nb_ + j] = _mm512_reduce_add_ps(squares) + diagonal_squares;
         if (i == j) return;
         for (int p = 0; p < P; ++p)
             for (int64_t h = 0; h < 2 * amx::kTile; h += amx::kTile) {
@@ -308,20 +358,20 @@ class AmxEngine {
             }
     }
 
-    void finish_update(Bf16* x, float* c, float alpha, int pieces_in, int pieces_out, bool keep) {
-        const __m512 scale = _mm512_set1_ps(alpha);
+    void finish_update(Bf16* x, float* c, float alpha, const float* diagonal, bool keep, bool emit) {
         for (int r = 0; r < 32; ++r) {
+            const __m512 scale = _mm512_set1_ps(alpha + diagonal[r]);
             __m512 a = _mm512_load_ps(c + 32 * r), b = _mm512_load_ps(c + 32 * r + 16);
-            for (int p = pieces_in - 1; p >= 0; --p) {
+            for (int p = kStored - 1; p >= 0; --p) {
                 const __m512i row = _mm512_load_si512(x + p * x_piece_ + 32 * r);
                 a = _mm512_fmadd_ps(scale, amx::widen(row, 0), a);
                 b = _mm512_fmadd_ps(scale, amx::widen(row, 1), b);
             }
-            if (keep) {
+            if (emit) {
                 _mm512_store_ps(c + 32 * r, a);
                 _mm512_store_ps(c + 32 * r + 16, b);
             }
-            if (pieces_out) amx::store_pieces(a, b, x + 32 * r, x_piece_, pieces_out);
+            if (keep) amx::store_pieces(a, b, x + 32 * r, x_piece_, kStored);
         }
     }
 

@@ -249,8 +249,7 @@ void write_scaled(const Team& team, const Direction<T>& direction, const Writer<
 
 // Phase 2: X_0 into the engine, split over the columns of X as update() splits them.
 template <class Engine, class U>
-void load(const Team& team, Engine& engine, const Direction<U>& direction, const Scale<U>& scale, bool lines_are_x_rows,
-          int pieces) {
+void load(const Team& team, Engine& engine, const Direction<U>& direction, const Scale<U>& scale, bool lines_are_x_rows) {
     using T = typename Engine::Scalar;
     alignas(64) T buffer[32 * kSpan], block[1024];
     U d[kSpan];
@@ -274,7 +273,7 @@ void load(const Team& team, Engine& engine, const Direction<U>& direction, const
             for (int64_t j = j_begin; j < j_end; j += kSpan / 32) {
                 const int64_t blocks = std::min(kSpan / 32, j_end - j);
                 fill(32 * i, 32 * j, 32 * blocks);
-                for (int64_t b = 0; b < blocks; ++b) engine.store_block(i, j + b, buffer + 32 * b, kSpan, pieces);
+                for (int64_t b = 0; b < blocks; ++b) engine.store_block(i, j + b, buffer + 32 * b, kSpan);
             }
         return;
     }
@@ -285,7 +284,7 @@ void load(const Team& team, Engine& engine, const Direction<U>& direction, const
             for (int64_t b = 0; b < blocks; ++b) {
                 for (int r = 0; r < 32; ++r)
                     for (int c = 0; c < 32; ++c) block[r * 32 + c] = buffer[c * kSpan + 32 * b + r];
-                engine.store_block(i + b, j, block, 32, pieces);
+                engine.store_block(i + b, j, block, 32);
             }
         }
 }
@@ -295,31 +294,26 @@ template <class Engine, class Sink>
 class Iteration {
     using T = typename Engine::Scalar;
     using Sum = typename Engine::Sum;
-    using Combination = typename Engine::Combination;
 
   public:
     Iteration(const LmoPlan& plan, const LmoTask& task, Engine& engine, const Team& team, Sink& sink, int64_t n)
         : plan_(plan), task_(task), engine_(engine), team_(team), sink_(sink), n_(n) {}
 
-    // Pieces of X that step j reads: bf16 carries a second piece through two steps, since the rounding of X is
-    // amplified by the product of the remaining slopes a_j at small singular values.
-    static int pieces(int64_t j) { return j < 2 ? Engine::kMaxPieces : Engine::kProductPieces; }
-
     void direct() {
         for (int64_t j = 0; j < plan_.steps; ++j) {
-            Coefficients p = first_products(j);
-            engine_.product(team_, engine_.gram, engine_.gram,
-                            {.out = {engine_.first_z.left, nullptr}, .c = p.c, .c1 = p.b, .m1 = engine_.gram,
-                             .sum = plan_.tolerance >= 0 ? Sum::Idempotency : Sum::None});
-            team_.wait();
+            const Coefficients p = first_products(j);
             if (plan_.tolerance >= 0 && j >= plan_.min_steps) {
-                const double residual = std::sqrt(engine_.sum());
+                const double residual = idempotency();
                 if (residual <= plan_.tolerance * std::sqrt(static_cast<double>(n_))) {
-                    emit(pieces(j));
+                    emit();
                     return report(residual, j);
                 }
             }
-            finish_segment(engine_.first_z, p.a, j, j + 1);
+            auto z = engine_.first_z;
+            z.right = nullptr;
+            engine_.product(team_, {z, engine_.gram, engine_.gram, p.c, p.b});
+            team_.wait();
+            finish_segment(z, p.a, j + 1);
         }
         if (task_.residual) measure();
     }
@@ -338,26 +332,25 @@ class Iteration {
                 const Coefficients p = first ? first_products(j) : coefficients(j, 1);
                 typename Engine::Symmetric z = first ? engine_.first_z : engine_.z;
                 if (last) z.right = nullptr;
-                engine_.product(team_, engine_.gram, engine_.gram,
-                                {.out = z, .c = p.c, .c1 = p.b, .m1 = engine_.gram});
+                engine_.product(team_, {z, engine_.gram, engine_.gram, p.c, p.b});
                 team_.wait();
                 if (first) {
                     q = z;
                 } else {
                     const typename Engine::Symmetric old = engine_.q[current];
                     q = last ? engine_.last_q : engine_.q[1 - current];
-                    engine_.product(team_, z, old, {.out = q, .c1 = p.a, .m1 = old, .c2 = multiple, .m2 = z});
+                    engine_.product(team_, {q, z, old, 1, p.a, multiple});
                     current = 1 - current;
                 }
                 multiple *= p.a;
                 if (last) break;
-                engine_.product(team_, z, engine_.gram, {.out = engine_.rz, .c1 = p.a, .m1 = engine_.gram});
+                engine_.product(team_, {engine_.rz, z, engine_.gram, 1, p.a});
                 team_.wait();
-                engine_.product(team_, z, engine_.rz, {.out = engine_.gram, .c1 = p.a, .m1 = engine_.rz});
+                engine_.product(team_, {engine_.gram, z, engine_.rz, 1, p.a});
                 team_.wait();
             }
             team_.wait();
-            finish_segment(q, multiple, start, end);
+            finish_segment(q, multiple, end);
             start = end;
         }
         if (task_.residual) measure();
@@ -377,34 +370,40 @@ class Iteration {
     // R = X X^T, and the coefficients of step j.
     Coefficients first_products(int64_t j) {
         const bool rescale = plan_.schatten4 && j == 0;
-        engine_.gram_matrix(team_, {.out = engine_.gram, .sum = rescale ? Sum::Squares : Sum::None});
+        engine_.gram_matrix(team_, engine_.gram, rescale ? Sum::Squares : Sum::None);
         team_.wait();
         return coefficients(j, rescale ? 1 / std::sqrt(std::sqrt(engine_.sum())) : 1.0);
     }
 
-    // X <- multiple X + q X after steps [start, end).
-    void finish_segment(const typename Engine::Symmetric& q, T multiple, int64_t start, int64_t end) {
+    // X <- multiple X + q X, after which `end` steps are done.
+    void finish_segment(const typename Engine::Symmetric& q, T multiple, int64_t end) {
         const bool last = end == plan_.steps;
-        const int out = !last || task_.residual ? pieces(end) : 0;
-        engine_.update(team_, q, multiple, pieces(start), out, last ? &sink_ : nullptr);
+        engine_.update(team_, q, multiple, !last || task_.residual, last ? &sink_ : nullptr);
         team_.wait();
     }
 
-    void emit(int pieces) {
+    void emit() {
         alignas(64) T c[1024];
         for (int64_t j = team_.begin(engine_.block_cols()); j < team_.end(engine_.block_cols()); ++j)
             for (int64_t i = 0; i < engine_.block_rows(); ++i) {
-                engine_.load_block(i, j, c, pieces);
+                engine_.load_block(i, j, c);
                 sink_.block(i, j, c);
             }
     }
 
+    // |R^2 - R|_F
+    double idempotency() {
+        engine_.product(team_, {.left = engine_.gram, .right = engine_.gram, .sum = Sum::Idempotency});
+        team_.wait();
+        const double residual = std::sqrt(engine_.sum());
+        team_.wait();  // before a member starts the next product's sums
+        return residual;
+    }
+
     void measure() {
-        engine_.gram_matrix(team_, {.out = engine_.gram});
+        engine_.gram_matrix(team_, engine_.gram, Sum::None);
         team_.wait();
-        engine_.product(team_, engine_.gram, engine_.gram, {.out = {}, .m1 = engine_.gram, .sum = Sum::Idempotency});
-        team_.wait();
-        report(std::sqrt(engine_.sum()), plan_.steps);
+        report(idempotency(), plan_.steps);
     }
 
     void report(double residual, int64_t steps) const {
@@ -461,7 +460,7 @@ void spectral(const LmoPlan& plan, LmoTask& task, const Team& team, char* arena,
     Sink sink(plan, task, tall, weight_rows);
     Iteration<Engine, Sink> iteration(plan, task, engine, team, sink, n);
     const Scale<U> scale(1 / std::max<long double>(std::sqrt(squares), plan.eps));
-    load(team, engine, direction, scale, tall != grad_rows, Iteration<Engine, Sink>::pieces(0));
+    load(team, engine, direction, scale, tall != grad_rows);
     team.wait();
     wants_gram(plan, n, m) ? iteration.gram() : iteration.direct();
 }

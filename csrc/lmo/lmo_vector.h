@@ -25,7 +25,6 @@ class VectorEngine {
         T* right = nullptr;  // the same matrix: the two exist for the engine whose operands differ in layout
         const T* data() const { return left ? left : right; }
     };
-    static constexpr int kProductPieces = 1, kMaxPieces = 1;
     static constexpr int kMr = Gemm<T>::kMr, kNr = Gemm<T>::kNr;
     static constexpr int64_t kChunk = 768, kGroup = 96;
     static_assert(kGroup % kMr == 0 && kGroup % 32 == 0);
@@ -68,13 +67,13 @@ class VectorEngine {
 
     // Stores the 32 x 32 block (i, j) of X, read with row stride `ld`. Every block is stored once before use, zeros
     // beyond the matrix included.
-    void store_block(int64_t i, int64_t j, const T* c, int64_t ld, int /*pieces*/) {
+    void store_block(int64_t i, int64_t j, const T* c, int64_t ld) {
         T* t = y_ + 32 * j * stride_ + 32 * i;
         for (int col = 0; col < 32; ++col)
             for (int row = 0; row < 32; ++row) t[col * stride_ + row] = c[row * ld + col];
     }
 
-    void load_block(int64_t i, int64_t j, T* c, int /*pieces*/) const {
+    void load_block(int64_t i, int64_t j, T* c) const {
         const T* s = y_ + 32 * j * stride_ + 32 * i;
         for (int row = 0; row < 32; ++row)
             for (int col = 0; col < 32; ++col) c[row * 32 + col] = s[col * stride_ + row];
@@ -82,23 +81,20 @@ class VectorEngine {
 
     enum class Sum { None, Squares, Idempotency };
     struct Combination {
-        Symmetric out;
-        T c = 1;
-        T c1 = 0;
-        Symmetric m1{};
-        T c2 = 0;
-        Symmetric m2{};
+        Symmetric out{};
+        Symmetric left{}, right{};
+        T c = 1, c_right = 0, c_left = 0;
         Sum sum = Sum::None;
     };
 
-    void gram_matrix(const Team& team, const Combination& e) { symmetric(team, y_, y_, m_, e); }
-    void product(const Team& team, const Symmetric& left, const Symmetric& right, const Combination& e) {
-        symmetric(team, left.data(), right.data(), n_, e);
+    void gram_matrix(const Team& team, const Symmetric& out, Sum sum) {
+        symmetric(team, y_, y_, m_, {.out = out, .sum = sum});
     }
+    void product(const Team& team, const Combination& e) { symmetric(team, e.left.data(), e.right.data(), n_, e); }
     double sum() const { return std::accumulate(sums_, sums_ + panels_count_, 0.0); }
 
     template <class Sink>
-    void update(const Team& team, const Symmetric& z, T alpha, int /*pieces_in*/, int /*pieces_out*/, Sink* sink) {
+    void update(const Team& team, const Symmetric& z, T alpha, bool /*keep*/, Sink* sink) {
         for (int64_t j = team.begin(panels_count_); j < team.end(panels_count_); ++j)
             pack<kNr>(z.data(), 0, n_, j * kNr, z_panels_ + j * n_ * kNr);
         team.wait();
@@ -122,7 +118,7 @@ class VectorEngine {
             if (sink)
                 for (int64_t j = g * (kGroup / 32); j < std::min((g + 1) * (kGroup / 32), block_cols()); ++j)
                     for (int64_t i = 0; i < block_rows(); ++i) {
-                        load_block(i, j, block, 1);
+                        load_block(i, j, block);
                         sink->block(i, j, block);
                     }
         }
@@ -186,15 +182,15 @@ class VectorEngine {
             const int64_t end = std::min(j1, i + 1);
             if (e.sum == Sum::Idempotency) {
                 T squares = 0;
-                const T* a = e.m1.data() + i * stride_;
+                const T* a = e.right.data() + i * stride_;
                 for (int64_t j = j0; j < end; ++j) squares += (i == j ? 1 : 2) * (row[j] - a[j]) * (row[j] - a[j]);
                 sum += static_cast<double>(squares);
             }
             for (int64_t j = j0; j < end; ++j) row[j] *= e.c;
-            if (e.c1 != 0)
-                for (int64_t j = j0; j < end; ++j) row[j] += e.c1 * e.m1.data()[i * stride_ + j];
-            if (e.c2 != 0)
-                for (int64_t j = j0; j < end; ++j) row[j] += e.c2 * e.m2.data()[i * stride_ + j];
+            if (e.c_right != 0)
+                for (int64_t j = j0; j < end; ++j) row[j] += e.c_right * e.right.data()[i * stride_ + j];
+            if (e.c_left != 0)
+                for (int64_t j = j0; j < end; ++j) row[j] += e.c_left * e.left.data()[i * stride_ + j];
             if (e.sum == Sum::Squares) {
                 T squares = 0;
                 for (int64_t j = j0; j < end; ++j) squares += (i == j ? 1 : 2) * row[j] * row[j];
