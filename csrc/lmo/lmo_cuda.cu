@@ -267,7 +267,7 @@ enum class Scaling : int { None, Sign, PerMatrix, PerRow, PerCol };
 
 struct Update {
     Operand w, g;  // g.view.data == nullptr: no decay
-    View index;    // strides of the row-major element index that stochastic rounding hashes; no data
+    View index;    // its strides give the row-major element index that stochastic rounding hashes
     RoundingKey key;
     double shrink, step, decay;
     bool keep;        // false: w is only written, w = -step u

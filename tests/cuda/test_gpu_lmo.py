@@ -118,7 +118,8 @@ def test_stochastic_rounding_hashes_the_same_bits_on_both_devices():
     tensors = [[torch.randn(40, 50).to(BF16)], [torch.randn(40, 50).to(BF16)], []]
     here, _, _ = steps_of("sign", tensors, 7, False, True)
     there, _, _ = steps_of("sign", [[t.cuda() for t in ts] for ts in tensors], 7, False, True)
-    assert torch.equal(here[0], there[0].cpu())
+    # Another hash would move a third of the weights; one fused multiply-add more or less moves hardly any.
+    assert (here[0] == there[0].cpu()).double().mean() > 0.99
 
 
 def test_current_stream_and_graph_capture():
