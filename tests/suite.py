@@ -56,6 +56,7 @@ class Case:
         make: inputs from shapes and dtype.
         batched: whether entries of the first dimension are independent; decides the checks of vmap, of NaN
             containment and of independence from the batch.
+        hides_inf: whether an infinite input may have a finite result, as under sign.
         differentiable: whether gradients are checked.
         second: what a second derivative does: ``"works"`` or ``"raises"``.
         gradient_gate: as ``gate``, for gradients; default ten times ``gate``.
@@ -72,6 +73,7 @@ class Case:
     dtypes: Sequence[torch.dtype] = ALL_DTYPES
     make: Callable[..., tuple[Tensor, ...]] = normal
     batched: bool = True
+    hides_inf: bool = False
     differentiable: bool = True
     second: str = "raises"
     gradient_gate: Callable[[torch.dtype], float] | None = None
@@ -231,7 +233,8 @@ def check_nan(case: Case, dtype: torch.dtype) -> None:
             for result, good in zip(outputs(case.call(*tensors)), wanted, strict=True):
                 others = [j for j in range(len(good)) if j != 1]
                 assert_same_bits(result[others], good[others], f"{value} in its neighbour")
-                assert not result[1].isfinite().all(), f"{value} in the input is hidden by the result"
+                visible = value != value or not case.hides_inf
+                assert not (visible and result[1].isfinite().all()), f"{value} is hidden by the result"
 
 
 def check_gradcheck(case: Case) -> None:
@@ -284,9 +287,9 @@ def check_compile(case: Case, dynamic: bool, backend: str = "aot_eager") -> None
     tensors = case.inputs(torch.float32)
     assert_same_bits(compiled(*tensors), case.call(*tensors), "compiled")
     if case.differentiable:
-        assert_same_bits(
-            gradients(case, torch.float32, compiled), gradients(case, torch.float32, case.call), "gradient"
-        )
+        pairs = zip(*(gradients(case, torch.float32, f) for f in (compiled, case.call)), strict=True)
+        for found, wanted in pairs:  # the compiler may fuse what a backward pass has in plain torch
+            assert_close(found, wanted, 1e-5, "error of the compiled gradient")
     if dynamic:
         longer = tuple(torch.cat([t, t]) for t in tensors)
         with torch.compiler.set_stance("fail_on_recompile"):
@@ -446,9 +449,9 @@ def op_suite(spec: Spec, name: str) -> type:
         def test_second_derivative(self, case):
             check_second_derivative(case)
 
-        @over(cases, two)
-        def test_opcheck(self, case, dtype):
-            check_opcheck(case, dtype)
+        @over(cases)
+        def test_opcheck(self, case):
+            check_opcheck(case, torch.float32)
 
         @pytest.mark.parametrize("dynamic", [False, True], ids=["static", "dynamic"])
         @over(cases)

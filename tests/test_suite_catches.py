@@ -228,7 +228,7 @@ FAULTS = [
     ("deterministic", "2 threads", toy("varies_by_threads", varies_by_threads)),
     ("deterministic", "a problem alone", toy("varies_by_batch", varies_by_batch)),
     ("nan", "nan in its neighbour", toy("leaks_nan", leaks_nan)),
-    ("nan", "hidden by the result", toy("hides_nan", hides_nan)),
+    ("nan", "is hidden by the result", toy("hides_nan", hides_nan)),
     ("gradcheck", "Jacobian mismatch", toy("wrong_gradient", gradient=wrong_gradient)),
     ("gradients", "gradient error", toy("low_gradient", gradient=low_gradient)),
     ("second", "Jacobian mismatch", toy("wrong_second", gradient=wrong_second)),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Iterable
 from typing import Any
 
@@ -46,4 +47,4 @@ def count(name: str, value: Any) -> int:
         raise TypeError(f"{name} must be an integer, got {value!r}")
     if value < 0:
         raise ValueError(f"{name} must be at least 0, got {value}")
-    return value
+    return operator.index(value)  # a plain int also where torch.compile traces it as a symbol

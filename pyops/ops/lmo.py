@@ -144,7 +144,8 @@ def polar(
             on the largest singular value that is worth about one step.
         tol: for ``steps="adaptive"``; default 1e-10, 1e-4, 1e-3, 3e-2 for float64, float32, bf16x3, bfloat16.
         rcond: for ``method="svd"``: singular values up to ``rcond * largest`` count as zero; default
-            ``max(rows, cols) * finfo(g.dtype).eps``, as in ``torch.linalg.matrix_rank``.
+            ``max(rows, cols) * eps`` as in ``torch.linalg.matrix_rank``, with the eps of float64 for float64
+            and of float32 for the others: the values of a 16-bit matrix are taken as exact.
         return_residual: also return ||A^2 - A||_F, which is 0 exactly for partial isometries of any rank.
 
     Returns:
@@ -217,7 +218,7 @@ def polar(
 
 def _polar_svd(g: Tensor, rcond: float | None, return_residual: bool) -> Tensor | tuple[Tensor, Tensor]:
     if rcond is None:
-        rcond = max(g.shape[-2:]) * torch.finfo(g.dtype).eps
+        rcond = max(g.shape[-2:]) * torch.finfo(reference.working_dtype(g)).eps
     p = torch.ops.pyops.polar_svd(g, checks.nonnegative("rcond", rcond))
     if not return_residual:
         return p
@@ -437,9 +438,14 @@ def _compute(g: Tensor, compute_dtype: Any) -> str:
     return COMPUTE[compute_dtype]
 
 
+@torch.compiler.assume_constant_result  # the compiler need not see how these numbers come about
+def _method_rows(method: str, steps: int | None) -> Sequence[Sequence[float]]:
+    return polar_coefficients(method, steps)
+
+
 def _rows(method: str, steps: Any, coefficients: Any) -> Sequence[Sequence[float]]:
     if coefficients is None:
-        return polar_coefficients(method, steps)
+        return _method_rows(method, steps if steps is None else checks.count("steps", steps))
     wrong = f"coefficients must be finite triples (a, b, c), one per step, got {coefficients!r}"
     try:
         rows = [tuple(map(float, row)) for row in coefficients]
@@ -539,6 +545,10 @@ def _direction_context(ctx, inputs, output):
     ctx.settings = inputs[1:]
 
 
+def _polar_amx(g, coefficients=(), restarts=(), form="auto", compute=None, *_: Any) -> bool:
+    return (compute or COMPUTE_DEFAULT[g.dtype]) in ("bfloat16", "bf16x3")
+
+
 def _step_amx(*args: Any) -> bool:
     return args[3] == "spectral" and args[12] in ("bfloat16", "bf16x3")
 
@@ -553,7 +563,7 @@ _library.register(
     vmap=_polar_vmap,
     backward=_polar_grad,
     setup_context=_polar_context,
-    uses_amx=lambda *args: args[4] in ("bfloat16", "bf16x3"),
+    uses_amx=_polar_amx,
 )
 _library.register(
     "polar_backward",

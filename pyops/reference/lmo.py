@@ -363,14 +363,9 @@ def minimax_quintic(low: float, high: float) -> tuple[float, float, float]:
     return a, b, c
 
 
-@torch.compiler.assume_constant_result  # numbers for the compiler, which need not see how they come about
+@functools.cache
 def polar_express(steps: int, lower_bound: float, safety: float) -> tuple[tuple[float, float, float], ...]:
     """Greedy composition: each quintic is the minimax one on the interval that its predecessors map to."""
-    return _polar_express(steps, lower_bound, safety)
-
-
-@functools.cache
-def _polar_express(steps: int, lower_bound: float, safety: float) -> tuple[tuple[float, float, float], ...]:
     low, high, rows = lower_bound, 1.0, []
     for _ in range(steps):
         converged = low / high >= CONVERGED
