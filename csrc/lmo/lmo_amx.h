@@ -138,7 +138,7 @@ class AmxEngine {
     template <class Sink>
     void update(const Team& team, const Symmetric& left, float alpha, bool keep, Sink* sink) {
         const amx::TileScope tiles;
-        alignas(64) float c[1024];
+        alignas(64) float rows[kPanels * 1024];
         Bf16* panels = panels_ + team.rank * panel_elements();
         const int64_t end = team.end(mb_);
         for (int64_t j0 = team.begin(mb_); j0 < end; j0 += kPanels) {
@@ -149,16 +149,16 @@ class AmxEngine {
                     for (int p = 0; p < P; ++p)
                         amx::left_to_right(x_ + p * x_piece_ + (k * mb_ + j) * amx::kBlockSize,
                                            panels + p * panel_piece + ((j - j0) * nb_ + k) * amx::kBlockSize);
-            for (int64_t i = 0; i < nb_; ++i)
+            for (int64_t i = 0; i < nb_; ++i) {
+                amx::multiply_row<P>(left.left + i * nb_ * amx::kBlockSize, piece_, panels, nb_ * amx::kBlockSize,
+                                     panel_piece, nb_, j1 - j0, rows, false);
                 for (int64_t j = j0; j < j1; ++j) {
-                    amx::zero_accumulator();
-                    amx::accumulate<P>(left.left + i * nb_ * amx::kBlockSize, piece_,
-                                       panels + (j - j0) * nb_ * amx::kBlockSize, panel_piece, nb_);
-                    amx::store_accumulator(c);
+                    float* c = rows + (j - j0) * 1024;
                     finish_update(x_ + (i * mb_ + j) * amx::kBlockSize, c, alpha, left.diagonal + 32 * i, keep,
                                   sink != nullptr);
                     if (sink) sink->block(i, j, c);
                 }
+            }
         }
     }
 
@@ -182,7 +182,7 @@ class AmxEngine {
     void symmetric(const Team& team, const Bf16* left, int64_t left_piece, int64_t kb, const Bf16* right,
                    const Combination& e) {
         const amx::TileScope tiles;
-        alignas(64) float c[1024];
+        alignas(64) float rows[kPanels * 1024];
         int buffer = 0;
         for (int64_t j0 = 0; j0 < nb_; j0 += kPanels) {
             const int64_t j1 = std::min(j0 + kPanels, nb_);
@@ -210,22 +210,17 @@ class AmxEngine {
                     // Rows are dealt in snake order: the first few of a stripe are short.
                     const int64_t turn = (i - j0) / team.size, seat = (i - j0) % team.size;
                     if ((turn % 2 ? team.size - 1 - seat : seat) != team.rank) continue;
-                    for (int64_t j = j0; j < std::min(j1, i + 1); ++j) {
-                        float* partial = partial_ + (i * kPanels + j - j0) * 1024;
-                        if (first)
-                            amx::zero_accumulator();
-                        else
-                            amx::load_accumulator(partial);
-                        const Bf16* r = kBuild ? built + (j - j0) * chunk() * amx::kBlockSize
-                                               : right + (j * kb + k0) * amx::kBlockSize;
-                        amx::accumulate<P>(left + (i * kb + k0) * amx::kBlockSize, left_piece, r, right_piece, blocks);
-                        if (!last) {
-                            amx::store_accumulator(partial);
-                            continue;
-                        }
-                        amx::store_accumulator(c);
-                        finish_symmetric(e, c, i, j);
-                    }
+                    const int64_t panels = std::min(j1, i + 1) - j0;
+                    float* c = first && last ? rows : partial_ + i * kPanels * 1024;
+                    if constexpr (kBuild)
+                        amx::multiply_row<P>(left + (i * kb + k0) * amx::kBlockSize, left_piece, built,
+                                             chunk() * amx::kBlockSize, right_piece, blocks, panels, c, !first);
+                    else
+                        amx::multiply_row<P>(left + (i * kb + k0) * amx::kBlockSize, left_piece,
+                                             right + (j0 * kb + k0) * amx::kBlockSize, kb * amx::kBlockSize, right_piece,
+                                             blocks, panels, c, !first);
+                    if (!last) continue;
+                    for (int64_t j = 0; j < panels; ++j) finish_symmetric(e, c + j * 1024, i, j0 + j);
                 }
             }
         }
