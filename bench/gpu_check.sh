@@ -54,14 +54,16 @@ part() {
 }
 
 # compute-sanitizer over the driver. The caching allocator would hide an access past the end of a tensor.
-sanitizer() { # tool
+sanitizer() { # tool, then the driver's arguments
+  local tool=$1 code
+  shift
   if [ "$dry" = yes ]; then
-    "$python" bench/gpu_driver.py --device cpu && echo "driver only: compute-sanitizer needs a GPU"
+    "$python" bench/gpu_driver.py --device cpu "$@" && echo "driver only: compute-sanitizer needs a GPU"
     return
   fi
-  PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool "$1" --error-exitcode 9 --print-limit 20 \
-    "$python" bench/gpu_driver.py --device cuda >"$logs/sanitizer" 2>&1
-  local code=$?
+  PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool "$tool" --error-exitcode 9 --print-limit 20 \
+    "$python" bench/gpu_driver.py --device cuda "$@" >"$logs/sanitizer" 2>&1
+  code=$?
   cat "$logs/sanitizer"
   if grep -q "Device not supported" "$logs/sanitizer"; then
     echo "compute-sanitizer: device not supported on this machine"
@@ -76,16 +78,18 @@ if [ "$dry" = yes ]; then
   part machine 60 "$python" -m pyops info
   part build 400 env PYOPS_CUDA=0 "$python" setup.py build_ext --inplace
   part tests 400 "$python" -m pytest -q -m "gpu or not slow" tests/cuda tests/triton
-  part memcheck 60 bash -c 'sanitizer memcheck'
-  part racecheck 60 bash -c 'sanitizer racecheck'
+  part memcheck 60 bash -c 'sanitizer memcheck --only directions --only step'
+  part racecheck 60 bash -c 'sanitizer racecheck --only directions --only step'
   part bench 300 "$python" -m pyops bench --tiny --rounds 1 --no-memory --out "$out"
+  part triton 60 bash -c 'sanitizer memcheck --only polar'
 else
   part machine 20 nvidia-smi --query-gpu=name,driver_version,memory.total --format=csv,noheader
   part build 180 env PYOPS_CUDA=1 "$python" -m pip install --no-build-isolation --no-deps --editable .
   part tests 120 "$python" -m pytest -q -m gpu tests
-  part memcheck 60 bash -c 'sanitizer memcheck'
-  part racecheck 60 bash -c 'sanitizer racecheck'
+  part memcheck 60 bash -c 'sanitizer memcheck --only directions --only step'
+  part racecheck 60 bash -c 'sanitizer racecheck --only directions --only step'
   part bench 130 "$python" -m pyops bench --quick --device cuda --out "$out"
+  part triton 90 bash -c 'sanitizer memcheck --only polar' # last: it compiles every Triton kernel again
 fi
 
 failed=0
@@ -110,7 +114,7 @@ for i in "${!names[@]}"; do
     [ -f "$logs/${names[i]}" ] && tail -n 40 "$logs/${names[i]}"
   fi
 done
-if [ "${states[-1]}" = ok ]; then
+if [ -s "$out/bench.html" ]; then
   printf '\n===== benchmarks\n'
   grep -v '^written: ' "$logs/bench" | tail -n 40
 fi

@@ -42,18 +42,20 @@ class Model:
 
 
 def stepper(
-    optimizers: Callable[[Model], list], shapes: Sequence[tuple[int, ...]], dtype: torch.dtype
+    optimizers: Callable[[Model], list], shapes: Sequence[tuple[int, ...]], dtype: torch.dtype, buffers: list
 ) -> Runner:
-    """Runs these optimizers' steps. The result: (before, after) of one square and one wide matrix."""
+    """Runs these optimizers' steps. The result: (before, after) of one square and one wide matrix.
+
+    buffers: gradients, shared by all runners, as only one of them is between prepare and run.
+    """
     model = Model(shapes, dtype)
+    buffers.extend(torch.empty_like(p) for p in model.parameters[len(buffers) :])
     steps = [optimizer.step for optimizer in optimizers(model)]
     watched = [model.matrices[0], model.matrices[5]]
 
     def prepare(*grads: torch.Tensor) -> tuple:
-        for parameter, grad in zip(model.parameters, grads, strict=True):
-            if parameter.grad is None:  # some optimizers drop it, some write into it
-                parameter.grad = torch.empty_like(parameter)
-            parameter.grad.copy_(grad)
+        for parameter, buffer, grad in zip(model.parameters, buffers, grads, strict=True):
+            parameter.grad = buffer.copy_(grad)  # some optimizers write into it
         return ([p.detach().clone() for p in watched],)
 
     def run(before: list[torch.Tensor]) -> list[tuple[torch.Tensor, torch.Tensor]]:
@@ -124,8 +126,10 @@ def step_case(dtype: torch.dtype, sizes: dict[str, int], rounds: int) -> Case:
             errors.append(float(torch.linalg.vector_norm(unit - wanted / torch.linalg.vector_norm(wanted))))
         return max(errors)
 
+    buffers: list[torch.Tensor] = []
+
     def impl(label: str, optimizers: Callable[[Model], list]) -> Impl:
-        return Impl(label, lambda: stepper(optimizers, shapes, dtype))
+        return Impl(label, lambda: stepper(optimizers, shapes, dtype, buffers))
 
     return Case(
         op="lmo",

@@ -113,9 +113,10 @@ def measure_case(case: Case, peaks: dict[str, float], device: str = "cpu", round
     built: dict[str, Runner] = {}
     rows: dict[str, dict] = {}
     with torch.no_grad():
+        data = case.inputs(generator)
         for impl in case.implementations:
             rows[impl.name] = row = {"name": impl.name, "kind": case.kind(impl), "note": impl.note}
-            row.update(_admit(case, impl, generator, built))
+            row.update(_admit(case, impl, data, built))
         torch.set_float32_matmul_precision("highest")  # importing a peer may have lowered it for everyone
         samples = {}
         if built:
@@ -151,11 +152,10 @@ def measure_case(case: Case, peaks: dict[str, float], device: str = "cpu", round
     return result
 
 
-def _admit(case: Case, impl: Impl, generator: torch.Generator, built: dict[str, Runner]) -> dict:
+def _admit(case: Case, impl: Impl, data: tuple, built: dict[str, Runner]) -> dict:
     """Build an implementation and check one result of it; only what is right is timed."""
     try:
         runner = impl.build()
-        data = case.inputs(generator)
         error = case.error(impl, data, runner.run(*runner.prepare(*data)))
     except Missing as reason:
         return {"status": "missing", "reason": str(reason)}

@@ -343,10 +343,13 @@ def test_polar_flops_are_those_of_the_cheapest_safe_form():
 def test_the_oracle_is_the_iteration_and_tells_results_apart(shape):
     g = torch.randn(shape, dtype=torch.float64)
     x = lmo_peers.newton_schulz(g, torch.float64, bench_lmo.COEFFICIENTS, bench_lmo.STEPS)
-    assert bench_lmo.relative_error((g,), x) < 1e-12
+    oracle = bench_lmo.Oracle()
+    assert oracle((g,), x) < 1e-12
     fewer = lmo_peers.newton_schulz(g, torch.float64, bench_lmo.COEFFICIENTS, bench_lmo.STEPS - 1)
     for bad in (fewer, -x, torch.zeros_like(x), 1.1 * x):
-        assert bench_lmo.relative_error((g,), bad) > bench_lmo.BF16_ERROR
+        assert oracle((g,), bad) > bench_lmo.BF16_ERROR
+    other = torch.randn(shape, dtype=torch.float64)
+    assert oracle((other,), x) > bench_lmo.BF16_ERROR  # what it remembers is of one input alone
 
 
 def test_the_promised_table_is_there_in_full_shape():
@@ -449,7 +452,7 @@ def gpu_check(tmp_path, plan, **env):
     return done, {part["name"]: part for part in data["parts"]}
 
 
-PARTS = ["machine", "build", "tests", "memcheck", "racecheck", "bench"]
+PARTS = ["machine", "build", "tests", "memcheck", "racecheck", "bench", "triton"]
 
 
 def test_the_gpu_check_passes_when_its_parts_do(tmp_path):
@@ -458,12 +461,13 @@ def test_the_gpu_check_passes_when_its_parts_do(tmp_path):
     assert list(parts) == PARTS and {part["state"] for part in parts.values()} == {"ok"}
     assert "compute-sanitizer needs a GPU" in parts["memcheck"]["reason"]
     assert "pytest called: " not in done.stdout
-    assert [line.split()[0] for line in done.stdout.splitlines()[-6:]] == PARTS
+    assert [line.split()[0] for line in done.stdout.splitlines()[-7:]] == PARTS
     assert "tests called: " in (tmp_path / "out" / "gpu_check.log").read_text()
 
 
 def test_each_part_of_the_gpu_check_fails_alone(tmp_path):
-    plan = 'build: echo "no \\"nvcc\\" here"; exit 3\ndriver: kill -SEGV $$\ntests: echo planted; exit 77\n'
+    plan = 'bench: echo page >"$OUT/bench.html"; echo ratios\n'
+    plan += 'build: echo "no \\"nvcc\\" here"; exit 3\ndriver: kill -SEGV $$\ntests: echo planted; exit 77\n'
     done, parts = gpu_check(tmp_path, plan)
     assert done.returncode == 1
     states = {name: part["state"] for name, part in parts.items()}
@@ -474,6 +478,7 @@ def test_each_part_of_the_gpu_check_fails_alone(tmp_path):
         "memcheck": "FAIL",
         "racecheck": "FAIL",
         "bench": "ok",
+        "triton": "FAIL",
     }
     assert parts["build"]["reason"] == "exit status 3: no nvcc here"
     assert parts["tests"]["reason"] == "planted"
