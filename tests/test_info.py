@@ -57,7 +57,12 @@ def test_cap(cap):
     cpu = facts["cpu"]
     assert cpu["isa"] == order[min(order.index(cap), order.index(cpu["detected"]))]
     assert not (cpu["amx"] and cpu["isa"] != "avx512")
-    served = {row["backend"].split(" ")[0] for row in facts["ops"] if row["device"] == "cpu"}
+    kernels = {op.name for op in _library.OPS.values() if not op.plain}
+    served = {
+        row["backend"].split(" ")[0]
+        for row in facts["ops"]
+        if row["device"] == "cpu" and row["op"] in kernels
+    }
     assert served == {f"cpu:{cpu['isa']}"}
 
 
@@ -102,12 +107,13 @@ def test_kernels_use_torch_threads(threads):
 FORK = """
 import os, sys, torch, pyops
 torch.set_num_threads(2)
-g = torch.randn(8, 96, 128)
-expected = pyops.polar(g)                      # starts the thread pool
+torch.ones(1 << 20).mul_(2)  # starts the thread pool
+g = torch.randn(2, 96, 128)  # too small for torch to share out: its own threaded ops would wait forever
+expected = pyops.polar(g)
 child = os.fork()
 if child == 0:
     from pyops import _library
-    same = torch.equal(pyops.polar(g), expected) or torch.allclose(pyops.polar(g), expected, atol=1e-5)
+    same = (pyops.polar(g).numpy() == expected.numpy()).all()
     os._exit(0 if same and _library.cpu_info()["threads"] == 1 else 3)
 sys.exit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
 """
