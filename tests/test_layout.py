@@ -22,7 +22,7 @@ PLACES = [
     "pyops/ops/{0}.py",
     "pyops/reference/{0}.py",
     "tests/test_{0}.py",
-    "tests/triton/test_{0}_triton.py",
+    "tests/triton/test_{0}.py",
     "tests/cuda/test_{0}_cuda.py",
     "bench/bench_{0}.py",
 ]
