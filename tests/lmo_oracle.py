@@ -21,8 +21,9 @@ DTYPE_OF = {
     "bfloat16": torch.bfloat16,
     "bf16x3": "bf16x3",
 }
-# Of the products; the split in two bfloat16 parts keeps 16 bits and drops the product of the small parts.
-COMPUTE_UNIT = {"float64": 1.1e-16, "float32": 6e-8, "bf16x3": 3e-6, "bfloat16": 2e-3}
+# Unit roundoff of the products; the split in two bfloat16 parts keeps 16 bits and drops the product of the
+# small parts. In float64 it is the oracle's SVD that errs by several.
+COMPUTE_UNIT = {"float64": 1e-15, "float32": 6e-8, "bf16x3": 3e-6, "bfloat16": 2e-3}
 
 
 def apply(s, rows):
@@ -68,23 +69,25 @@ def svd_factor(g, rcond=1e-10):
     return (u * (s > rcond * s[..., :1])[..., None, :]) @ vh
 
 
-def gate(compute, rows, form="direct", dtype=None, conditioned=False):
+def gate(compute, rows, form="auto", dtype=None, conditioned=False, fill=1.0):
     """Largest relative error of a result against :func:`polar`.
 
     20 u sqrt(k) from rounding k steps; 0.5 u S with S the product of the slopes a_j, from rounding that the
     iteration amplifies at small singular values. Where the latter says nothing, above 0.1, ``conditioned``
-    input has the former. The Gram form has ten times that, except in bfloat16. ``dtype``: of the result,
-    which is rounded once more. Never so large that a result of zeros, with an error of 1, would pass.
+    input has the former. The Gram form, which auto may choose, has ten times that, except in bfloat16.
+    ``dtype``: of the result, which is rounded once more. ``fill``: rank over min(rows, cols); a
+    rank-deficient result is smaller, the error in its null space is not. Never so large that a result of
+    zeros, with an error of 1, would pass.
     """
     u, slope = COMPUTE_UNIT[compute], math.prod(a for a, _, _ in rows)
     bound = 20 * u * math.sqrt(max(len(rows), 1))
     if not conditioned or u * slope < 0.2:
         bound = max(bound, 0.5 * u * slope)
-    if form == "gram" and compute != "bfloat16":
+    if form != "direct" and compute != "bfloat16":
         bound *= 10
     if dtype is not None:
         bound += suite.UNIT[dtype]
-    return min(bound, 0.9)
+    return min(bound / math.sqrt(fill), 0.9)
 
 
 def with_singular_values(s, rows, cols, seed=0):

@@ -14,10 +14,10 @@ NAN, INF = math.nan, math.inf
 
 def polar_args(rows, form="auto", normalize="fro", tol=-1.0):
     """The op's arguments for the public defaults."""
-    flat, restarts = [x for row in rows for x in row], list(range(1, len(rows), 2))
+    flat = [x for row in rows for x in row]
 
     def args(g):
-        return (g, flat, restarts, form, oracle.COMPUTE_OF[g.dtype], normalize, 0.0, tol, 0, False)
+        return (g, flat, [], form, oracle.COMPUTE_OF[g.dtype], normalize, 0.0, tol, 0, False)
 
     return args
 

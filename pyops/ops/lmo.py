@@ -205,7 +205,7 @@ def polar(
         raise ValueError(f'tol needs steps="adaptive", got tol={tol} with steps={steps}')
     rows = _rows(method, ADAPTIVE_MAX_STEPS if adaptive and coefficients is None else steps, coefficients)
     flat = [value for row in rows for value in row]
-    restarts = list(range(1, len(rows), 2) if _restarts is None else _restarts)
+    restarts = list(_restarts or ())  # none named: the kernel chooses
     limit = -1.0
     if adaptive:
         limit = ADAPTIVE_TOL[compute] if tol is None else checks.nonnegative("tol", tol)
@@ -369,7 +369,7 @@ def _conv_lmo(g: Tensor, norm: str, radius: float, polar_args: dict[str, Any]) -
     if norm == "spectral_conv":
         return factor * polar(g.reshape(c_out, c_in * taps), **polar_args).reshape(g.shape)
     by_tap = g.reshape(c_out, c_in, taps).movedim(-1, 0)
-    return (factor * polar(by_tap, **polar_args)).movedim(0, -1).reshape(g.shape)
+    return (factor * polar(by_tap, **polar_args)).movedim(0, -1).reshape(g.shape).contiguous()
 
 
 def _vector_lmo(g: Tensor, norm: str, radius: float) -> Tensor:

@@ -108,6 +108,7 @@ def iterate_direct(x, rows, compute, normalize, tol, min_steps):
 def iterate_gram(x, rows, restarts, compute, normalize):
     """The same polynomial on R = X X^T (n x n), with Q collecting the factors; X <- Q X at each restart."""
     r = q = None
+    restarts = restarts or range(1, len(rows), 2)
     for j, (a, b, c) in enumerate(rows):
         if r is None:
             r = product(x, x.mT, compute)
