@@ -139,7 +139,7 @@ def square_sum_kernel(x_ptr, partial_ptr, size, chunks, CHUNK: tl.constexpr):
     batch = (pid // chunks).to(tl.int64)
     at = (pid % chunks).to(tl.int64) * CHUNK + tl.arange(0, CHUNK)
     x = tl.load(x_ptr + batch * size + at, at < size, other=0.0)
-    tl.store(partial_ptr + pid, tl.sum(x * x, 0))
+    tl.store(partial_ptr + pid.to(tl.int64), tl.sum(x * x, 0))
 
 
 @triton.jit
@@ -233,7 +233,7 @@ def symmetric_kernel(
         if PARTIAL == "value":
             acc = value
         total = tl.sum(tl.sum(tl.where(inside, acc * acc, 0.0), 1), 0)
-        tl.store(partial_ptr + pid, tl.where(i < j, 2.0, 1.0) * total)
+        tl.store(partial_ptr + pid.to(tl.int64), tl.where(i < j, 2.0, 1.0) * total)
     mirror = batch * d_batch + cols * d_row + rows * d_col
     if d_ptr is not None:
         store_split(d_ptr, at, value, inside & (rows <= cols), d_lo, SPLIT)
@@ -504,7 +504,7 @@ def _segments(steps: int, restarts: list[int], gram: bool, single_first: bool) -
     """The steps (from 0) between two formations of X; every step on its own is the direct form."""
     if not gram:
         return [range(j, j + 1) for j in range(steps)]
-    ends = {r for r in restarts if 0 < r < steps} | ({1} if single_first else set()) | {steps}
+    ends = {r for r in restarts or range(1, steps, 2) if 0 < r < steps} | ({1} if single_first else set()) | {steps}
     return [range(start, stop) for start, stop in zip([0, *sorted(ends)], sorted(ends), strict=False)]
 
 

@@ -51,7 +51,7 @@ struct LmoPlan {
     const double* coefficients = nullptr;  // a, b, c of each step
     int64_t steps = 0;
     const int64_t* restarts = nullptr;     // after which steps (counted from 1) the Gram form returns to X, ascending
-    int64_t restart_count = 0;
+    int64_t restart_count = 0;             // 0: the kernel's choice
     Form form = Form::Auto;
     Compute compute = Compute::Float32;
     bool schatten4 = false;                // rescale by |X X^T|_F^(1/2) in the first step

@@ -13,7 +13,7 @@
 // Gram form: R = X X^T is iterated instead of X. Each step has Z = b R + c R^2, Q <- a Q + Q Z, R <- (a + Z)^2 R; the
 // segment ends with X <- Q X. All factors are polynomials of one matrix, so they commute and are symmetric. Q is kept as
 // Q' = Q - (product of the a) I, which lets the update add its multiple of X at full precision. R loses the small
-// singular values that X still has, so a segment has at most two steps unless the caller asks for more.
+// singular values that X still has, so X is formed again after a few steps.
 #include <omp.h>
 
 #include <algorithm>
@@ -319,11 +319,8 @@ class Iteration {
     }
 
     void gram() {
-        int64_t next_restart = 0;
         for (int64_t start = 0; start < plan_.steps;) {
-            while (next_restart < plan_.restart_count && plan_.restarts[next_restart] <= start) ++next_restart;
-            const int64_t end =
-                next_restart < plan_.restart_count ? std::min(plan_.restarts[next_restart], plan_.steps) : plan_.steps;
+            const int64_t end = std::min(segment_end(start), plan_.steps);
             T multiple = 1;
             int current = 0;
             typename Engine::Symmetric q;
@@ -365,6 +362,15 @@ class Iteration {
         const double* p = plan_.coefficients + 3 * j;
         const double cube = scale * scale * scale;
         return {static_cast<T>(p[0] * scale), static_cast<T>(p[1] * cube), static_cast<T>(p[2] * cube * scale * scale)};
+    }
+
+    // The step after which X is formed again, for a segment that starts after `start` steps. By default three steps and
+    // then two at a time: a longer segment, or one of three later on, loses small singular values to the rounding of R.
+    int64_t segment_end(int64_t start) const {
+        if (plan_.restart_count == 0) return start == 0 ? 3 : start + 2;
+        const int64_t* end = plan_.restarts + plan_.restart_count;
+        const int64_t* next = std::upper_bound(plan_.restarts, end, start);
+        return next == end ? plan_.steps : *next;
     }
 
     // R = X X^T, and the coefficients of step j.
@@ -423,7 +429,7 @@ class Iteration {
 bool wants_gram(const LmoPlan& plan, int64_t n, int64_t m) {
     if (plan.tolerance >= 0) return false;
     if (plan.form != Form::Auto) return plan.form == Form::Gram;
-    return plan.steps > 1 && m * 4 >= n * 7;
+    return plan.steps > 1 && m * 2 >= n * 3;
 }
 
 // A task whose matrix the team works on together.

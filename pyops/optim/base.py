@@ -48,8 +48,7 @@ def recipe(
     if not 0 <= eps < math.inf:
         raise ValueError(f"eps must be finite and at least 0, got {eps}")
     rows = polar_rows(method, steps, coefficients)
-    restarts = tuple(range(1, len(rows), 2))
-    return Recipe(tuple(itertools.chain.from_iterable(rows)), restarts, form, compute, float(eps))
+    return Recipe(tuple(itertools.chain.from_iterable(rows)), (), form, compute, float(eps))
 
 
 class Rule(NamedTuple):
