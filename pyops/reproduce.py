@@ -10,7 +10,7 @@ criteria and draws its plots:
     if __name__ == "__main__":
         sys.exit(main(__file__, study))
 
-Needs the `reproduce` extra (matplotlib, tqdm), except for `find_papers` and `run`.
+Needs the `reproduce` extra (matplotlib, tqdm). `python -m pyops reproduce` finds and runs the seeds.
 """
 
 from __future__ import annotations
@@ -19,15 +19,14 @@ import argparse
 import dataclasses
 import hashlib
 import importlib.util
+import inspect
 import json
 import math
 import multiprocessing
 import os
 import platform
 import signal
-import subprocess
 import sys
-import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -42,33 +41,15 @@ CHECKOUT = Path(__file__).resolve().parent.parent
 INTERRUPTED = 130  # the shell's code for a program that Ctrl-C ended
 
 
-def find_papers() -> dict[str, Path]:
-    """The reproductions of this source checkout, paper name to script; empty where no checkout is."""
-    return {script.parent.name: script for script in sorted(CHECKOUT.glob("seeds/*/reproduce.py"))}
-
-
-def run(name: str, argv: Sequence[str] = ()) -> int:
-    """Runs one reproduction to its end and returns its exit code, that of `main`.
-
-    Raises ValueError for a name that `find_papers` does not know.
-    """
-    papers = find_papers()
-    if name not in papers:
-        raise ValueError(f"name must be one of {sorted(papers)}, got {name!r}")
-    return subprocess.run([sys.executable, str(papers[name]), *argv]).returncode
-
-
 def write_atomically(path: Path, data: bytes) -> None:
     """Writes a file under a temporary name and renames it: readers see all of it or the old one."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    handle, name = tempfile.mkstemp(dir=path.parent, prefix=path.name, suffix=".tmp")
+    temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
     try:
-        with os.fdopen(handle, "wb") as file:
-            file.write(data)
-        os.replace(name, path)
-    except BaseException:
-        os.unlink(name)
-        raise
+        temporary.write_bytes(data)
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
 
 
 def write_json(path: Path, value: Any) -> None:
@@ -113,7 +94,7 @@ class Report:
         A run is a frozen dataclass; its `work` attribute (any unit, 1 if missing) is its share of the bar, of
         which function reports parts by `tick(work, label, text)`. Results must be JSON values: each is kept
         under out/runs/ as soon as it is there, and found again by the next call with the same run, the same
-        function, the same sources beside the script and of the paper's module, and the same torch and Python.
+        function in an unchanged file, an unchanged module of the paper, and the same torch and Python.
         """
         import torch
 
@@ -136,7 +117,7 @@ class Report:
     def _kept(self, function: Callable, run: Any) -> Path:
         import torch
 
-        sources = [*sorted(self.script.parent.glob("*.py")), CHECKOUT / "pyops/papers" / f"{self.paper}.py"]
+        sources = [Path(inspect.getfile(function)), CHECKOUT / "pyops" / "papers" / f"{self.paper}.py"]
         digest = hashlib.sha256()
         for source in sources:
             digest.update(source.read_bytes() if source.exists() else b"")

@@ -6,6 +6,7 @@ The criteria and how they were chosen are in README.md beside this file.
 import math
 import statistics
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -135,10 +136,10 @@ def carry_over(report: Report, sizes: Sizes, best: dict[str, Run]) -> None:
     tables = {}
     grid = [
         replace(best[name], width=width, log2_lr=rate, seed=seed)
+        for seed in sizes.tuning_seeds
         for width in sorted(sizes.widths, reverse=True)  # the long runs first: the cores finish together
         for name, rates in sizes.rates.items()
         for rate in rates
-        for seed in sizes.tuning_seeds
     ]
     results = dict(zip(grid, report.map(train, grid), strict=True))
     for name, rates in sizes.rates.items():
@@ -197,7 +198,9 @@ def carry_over(report: Report, sizes: Sizes, best: dict[str, Run]) -> None:
 
 def footprint(report: Report, sizes: Sizes, best: Run) -> None:
     """(c) Bytes kept between two steps, and that the light form, in either precision, trains as well."""
-    measured = {kind: memory.measure(*kind) for kind in memory.KINDS}
+    with ThreadPoolExecutor(report.jobs) as pool:
+        rows = pool.map(lambda kind: memory.measure(*kind), memory.KINDS)
+        measured = dict(zip(memory.KINDS, rows, strict=True))
     report.results["memory"] = list(measured.values())
     for (kind, dtype), row in measured.items():
         report.told(f"c_{kind}_{dtype}", row["storage_bytes"] / row["parameters"], "bytes per parameter")

@@ -211,14 +211,3 @@ def test_a_failed_write_leaves_the_old_file(tmp_path, monkeypatch):
     with pytest.raises(OSError, match="disk"):
         reproduce.write_json(path, 2)
     assert path.read_text() == "1\n" and list(tmp_path.iterdir()) == [path]
-
-
-def test_find_papers_and_run(toy, monkeypatch):
-    assert "scion" in reproduce.find_papers()
-    with pytest.raises(ValueError, match="scion"):
-        reproduce.run("sciom")
-    monkeypatch.setattr(reproduce, "find_papers", lambda: {"toy": toy.script})
-    monkeypatch.setenv("PYTHONPATH", str(reproduce.CHECKOUT))
-    monkeypatch.setenv("RUNS", "9")
-    assert reproduce.run("toy", ["--out", str(toy.out), "--jobs", "1"]) == 1
-    assert (toy.out / "toy.json").exists()
