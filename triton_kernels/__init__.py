@@ -1,1 +1,1 @@
-"""Triton kernels, one file per op; installed as ``pyops.triton_kernels``. Importing needs no GPU and no driver."""
+"""Triton kernels, one op a file; installed as ``pyops.triton_kernels``. Importing needs no GPU, no driver."""

@@ -1,4 +1,4 @@
-"""Pieces of kernels that do not belong to one op: batched tiles, reductions, split products, stochastic rounding."""
+"""Pieces of kernels that belong to no single op: batched tiles, reductions, split products, rounding."""
 
 import triton
 import triton.language as tl
@@ -10,19 +10,19 @@ def matrix_tile(n, m, SIDE: tl.constexpr):
     across = tl.cdiv(m, SIDE)
     tiles = tl.cdiv(n, SIDE) * across
     pid = tl.program_id(0)
-    tile = pid % tiles
-    rows = (tile // across).to(tl.int64) * SIDE + tl.arange(0, SIDE)
-    cols = (tile % across).to(tl.int64) * SIDE + tl.arange(0, SIDE)
+    at = pid % tiles
+    rows = (at // across).to(tl.int64) * SIDE + tl.arange(0, SIDE)
+    cols = (at % across).to(tl.int64) * SIDE + tl.arange(0, SIDE)
     return (pid // tiles).to(tl.int64), rows[:, None], cols[None, :]
 
 
 @triton.jit
-def matrix_base(ptr, table_ptr, row: tl.constexpr, batch, batch_stride):
-    """Start of matrix `batch`: in a strided batch, or from row `row` of a table of addresses of ptr's type."""
+def matrix_base(ptr, table_ptr, column: tl.constexpr, batch, batch_stride):
+    """Start of matrix `batch`: in a strided batch, or from `column` of a table of addresses."""
     if table_ptr is None:
         return ptr + batch * batch_stride
     else:
-        return tl.load(table_ptr + batch * 5 + row).to(ptr.dtype)
+        return tl.load(table_ptr + batch * 5 + column).to(ptr.dtype)
 
 
 @triton.jit
@@ -48,12 +48,12 @@ def power_halves(bits):
 def row_total(partial_ptr, count, WIDTH: tl.constexpr):
     """(batch, float64 sum) of row `program` of the partial sums, in a fixed order."""
     batch = tl.program_id(0).to(tl.int64)
-    lane = tl.arange(0, WIDTH)
-    total = tl.zeros((WIDTH,), tl.float64)
+    row = partial_ptr + batch * count
+    lane = tl.arange(0, WIDTH).to(tl.int64)
+    sums = tl.zeros((WIDTH,), tl.float64)
     for start in range(0, count, WIDTH):
-        at = start + lane
-        total += tl.load(partial_ptr + batch * count + at, at < count, other=0.0).to(tl.float64)
-    return batch, tl.sum(total, 0)
+        sums += tl.load(row + (start + lane), start + lane < count, other=0.0).to(tl.float64)
+    return batch, tl.sum(sums, 0)
 
 
 @triton.jit
@@ -77,7 +77,7 @@ def product(
     a_ptr, b_ptr, rows, cols, row_end, col_end, k, a_row, a_col, b_row, b_col, a_lo, b_lo,
     SPLIT: tl.constexpr, PRECISION: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
 ):  # fmt: skip
-    """The BM x BN tile of a b (a: rows x k, b: k x cols), accumulated in float32, for float64 operands in float64."""
+    """The BM x BN tile of a b (a: rows x k, b: k x cols): sums in float32, of float64 operands in float64."""
     dtype: tl.constexpr = tl.float64 if a_ptr.dtype.element_ty == tl.float64 else tl.float32
     depth = tl.arange(0, BK)
     a_at = a_ptr + (rows[:, None] * a_row + depth[None, :].to(tl.int64) * a_col)
@@ -115,10 +115,10 @@ def random_bits(seed, stream, index):
 
 @triton.jit
 def stochastic_round(value, dtype: tl.constexpr, random):
-    """float32 to a neighbour in bfloat16 or float16 that keeps the mean: floor(value / q + u) q, q the spacing.
+    """float32 to a neighbour in bfloat16 or float16 that keeps the mean: floor(value/q + u) q, q its spacing.
 
-    u is the top bits of `random`. The floor is taken on the bit pattern, that is on the magnitude: a negative value
-    needs the complement of u.
+    u is the top bits of `random`. The floor is taken on the bit pattern, that is on the magnitude: a negative
+    value needs the complement of u.
     """
     dropped: tl.constexpr = 16 if dtype == tl.bfloat16 else 13
     below: tl.constexpr = (1 << dropped) - 1

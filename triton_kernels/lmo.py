@@ -1,37 +1,39 @@
-"""Triton kernels of the spectral step: approximate polar factor and the update that uses it.
+"""Triton launchers of the spectral step: approximate polar factor and the update that uses it.
 
-Mathematics.  A matrix is taken wide, X of n x m with n <= m (a tall one through its strides: nothing is copied and
-the result is the transpose of the wide result, bit for bit).  One step is the odd quintic
+Mathematics. A matrix is taken wide, X of n x m with n <= m (a tall one through its strides: nothing is
+copied and the result is the transpose of the wide result, bit for bit). One step is the odd quintic
 
-    X <- a X + B X,    B = b A + c A A,    A = X X^T,                                                  (direct)
+    X <- a X + B X,    B = b A + c A A,    A = X X^T,                                                 (direct)
 
-applied to X_0 = G / max(||G||_F, eps).  Between two restarts the same steps can run on the n x n side alone,
+applied to X_0 = G / max(||G||_F, eps). Between two restarts the same steps can run on the n x n side alone,
 
-    R = X X^T;  per step:  Z = b R + c R R,  Q <- a Q + Q Z,  R <- a T + Z T with T = a R + R Z;  X <- Q X,   (Gram)
+    R = X X^T; per step Z = b R + c R R, Q <- a Q + Q Z,  R <- a T + Z T with T = a R + R Z;  X <- Q X  (Gram)
 
-where every factor is a polynomial in R, hence symmetric and commuting.  The direct form is the Gram form restarted
-after every step, so one loop (`_iterate`) runs both.
+where every factor is a polynomial in R, hence symmetric and commuting. The direct form is the Gram form
+restarted after every step, so one loop (`_iterate`) runs both.
 
-Tiling.  `symmetric_kernel` computes D = alpha P + beta A B^T only for the tiles on and above the diagonal and stores
-each together with its mirror, so D is symmetric to the last bit: n^2 k flops instead of 2 n^2 k.  `update_kernel`
-computes X' = s (alpha X + Q X) on all tiles and writes what the step needs: the next operand, the float32 copy of X,
-the result in the caller's layout, or straight the weight W <- shrink W - step X'.  Work buffers have their last
-dimension contiguous and both dimensions padded with zeros to multiples of 16, which keeps 16-byte loads for every
-size; zeros stay zeros under all of the above.  Direct: 3 n^2 m + n^3 flops a step; Gram: 3 n^2 m a segment and 4 n^3 a
-step.  Bytes a step with 2-byte operands: 6 n m + 8 n^2 at the least (X read twice and written, A and B written and read).
+Tiling. `symmetric_kernel` computes D = alpha P + beta A B^T only for the tiles on and above the diagonal
+and stores each together with its mirror, so D is symmetric to the last bit: n^2 k flops instead of 2 n^2 k.
+`update_kernel` computes X' = s (alpha X + Q X) on all tiles and writes what the step needs: the next
+operand, the float32 copy of X, the result in the caller's layout, or straight the weight W <- shrink W -
+step X'. Work buffers have their last dimension contiguous and both padded with zeros to multiples of 16,
+which keeps 16-byte loads for every size; zeros stay zeros under all of the above. Direct: 3 n^2 m + n^3
+flops a step; Gram: 3 n^2 m a segment and 4 n^3 a step. Bytes a step with 2-byte operands: 6 n m + 8 n^2 at
+the least (X read twice and written, A and B written and read).
 
-Precision.  bfloat16 and float16 operands accumulate in float32.  The term a X is taken from a float32 copy of X in the
-first two direct steps: rounding X there is what later steps amplify along small singular values.  "bf16x3" keeps
-every operand as a pair hi + lo of bfloat16 and forms hi hi + hi lo + lo hi (16 bits of each operand, so not float32's
-accuracy).  float32 uses IEEE products, never TF32; float64 uses float64 dots (tensor cores where they exist).
+Precision. bfloat16 and float16 operands accumulate in float32. The term a X is taken from a float32 copy of
+X in the first two direct steps: rounding X there is what later steps amplify along small singular values.
+"bf16x3" keeps every operand as a pair hi + lo of bfloat16 and forms hi hi + hi lo + lo hi (16 bits of each
+operand, so not float32's accuracy). float32 uses IEEE products, never TF32; float64 uses float64 dots,
+which are tensor core instructions where there are any.
 
-Scale.  amax (integer maximum of the bit patterns: exact, order-free, and it sees NaN and Inf) gives a power of two;
-the scaled matrix gives the Frobenius norm; the factor 1/norm is folded into the first step, as is the sharper
-Schatten-4 one.  A non-finite matrix gets the factor NaN, a zero matrix 0.  Nothing here waits for the device: the
-adaptive mode keeps a flag per matrix, and later steps only copy the matrices that are done.
+Scale. amax (integer maximum of the bit patterns: exact, order-free, and it sees NaN and Inf) gives a power
+of two; the scaled matrix gives the Frobenius norm; the factor 1/norm is folded into the first step, as is
+the sharper Schatten-4 one. A non-finite matrix gets the factor NaN, a zero matrix 0. Nothing here waits for
+the device: the adaptive mode keeps a flag per matrix, and later steps only copy the matrices that are done.
 
-Every product offset is 64-bit.  The block sizes depend on dtype and size alone, so a matrix gives the same bits in
-any batch.
+Every offset is 64-bit. The block sizes depend on dtype and size alone, so a matrix gives the same bits in
+any batch. Importing needs no GPU and no driver.
 """
 
 from __future__ import annotations
@@ -41,301 +43,31 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 import torch
-import triton
-import triton.language as tl
 
-from ._tiles import (
-    load_split,
-    matrix_base,
-    matrix_tile,
-    power_halves,
-    product,
-    random_bits,
-    row_total,
-    stochastic_round,
-    store_split,
+from ._lmo_kernels import (
+    amax_kernel,
+    apply_kernel,
+    norm_kernel,
+    residual_kernel,
+    scale_kernel,
+    schatten_kernel,
+    square_sum_kernel,
+    symmetric_kernel,
+    update_kernel,
 )
 
-GRAM_ASPECT = 1.75  # below this ratio the direct form does not cost more, and rounds less
+# Below this aspect ratio the direct form does not cost more, and rounds less; below this many rows the time
+# is that of the launches, of which the Gram form has more.
+GRAM_ASPECT, GRAM_ROWS = 1.75, 128
 CARRIED_STEPS = 2  # steps whose a X comes from the float32 copy of X
 SIDE = 64  # of the tiles of the element-wise passes
 CHUNK = 4096  # elements that one program of the norm reads
 WIDTH = 1024  # partial sums that one program reads at a time
 
 
-# ---- element-wise passes: momentum, amax, scaling, norm --------------------------------------------------------------
-
-
-@triton.jit
-def _direction(
-    g_ptr, m_ptr, g_at, m_at, mask, momentum, UPDATE: tl.constexpr, NESTEROV: tl.constexpr, dtype: tl.constexpr
-):
-    """The step's direction d; UPDATE first advances the momentum in memory."""
-    d = tl.load(g_ptr + g_at, mask, other=0.0).to(dtype)
-    if m_ptr is not None:
-        g = d
-        d = tl.load(m_ptr + m_at, mask, other=0.0)
-        if UPDATE:
-            d = (d.to(g.dtype) + (g - d) * (1.0 - tl.full((1, 1), momentum, g.dtype))).to(d.dtype)
-            tl.store(m_ptr + m_at, d, mask)
-        d = d.to(g.dtype)
-        if NESTEROV:
-            d = g + (d - g) * tl.full((1, 1), momentum, g.dtype)
-    return d
-
-
-@triton.jit
-def amax_kernel(
-    g_ptr, m_ptr, table_ptr, amax_ptr, momentum: tl.float64,
-    n, m, g_batch, g_row, g_col, m_row, m_col,
-    NESTEROV: tl.constexpr, SIDE: tl.constexpr,
-):  # fmt: skip
-    """amax[batch] <- bits of max |d|, above those of Inf if any entry is NaN; advances the momentum if there is one."""
-    batch, rows, cols = matrix_tile(n, m, SIDE)
-    mask = (rows < n) & (cols < m)
-    g_ptr = matrix_base(g_ptr, table_ptr, 1, batch, g_batch)
-    if m_ptr is not None:
-        m_ptr = matrix_base(m_ptr, table_ptr, 2, batch, 0)
-    g_at = rows * g_row + cols * g_col
-    dtype: tl.constexpr = tl.float64 if amax_ptr.dtype.element_ty == tl.int64 else tl.float32
-    d = _direction(g_ptr, m_ptr, g_at, rows * m_row + cols * m_col, mask, momentum, True, NESTEROV, dtype)
-    if dtype == tl.float64:
-        bits = d.to(tl.int64, bitcast=True) & 0x7FFFFFFFFFFFFFFF
-    else:
-        bits = d.to(tl.int32, bitcast=True) & 0x7FFFFFFF
-    tl.atomic_max(amax_ptr + batch, tl.max(tl.max(bits, 1), 0))
-
-
-@triton.jit
-def scale_kernel(
-    g_ptr, m_ptr, table_ptr, amax_ptr, carry_ptr, x_ptr, momentum: tl.float64,
-    n, m, n_pad, m_pad, g_batch, g_row, g_col, m_row, m_col, x_batch, x_row, x_col, x_lo,
-    NESTEROV: tl.constexpr, SPLIT: tl.constexpr, SIDE: tl.constexpr,
-):  # fmt: skip
-    """carry, x <- d scaled by a power of two to amax in [1, 2), zero-padded."""
-    batch, rows, cols = matrix_tile(n_pad, m_pad, SIDE)
-    g_ptr = matrix_base(g_ptr, table_ptr, 1, batch, g_batch)
-    if m_ptr is not None:
-        m_ptr = matrix_base(m_ptr, table_ptr, 2, batch, 0)
-    g_at = rows * g_row + cols * g_col
-    m_at = rows * m_row + cols * m_col
-    inside = (rows < n) & (cols < m)
-    dtype: tl.constexpr = tl.float64 if amax_ptr.dtype.element_ty == tl.int64 else tl.float32
-    d = _direction(g_ptr, m_ptr, g_at, m_at, inside, momentum, False, NESTEROV, dtype)
-    first, second = power_halves(tl.load(amax_ptr + batch))
-    at = batch * x_batch + rows * x_row + cols * x_col
-    mask = (rows < n_pad) & (cols < m_pad)
-    value = d * first * second
-    if carry_ptr is not None:
-        value = value.to(carry_ptr.dtype.element_ty)
-        tl.store(carry_ptr + at, value, mask)
-    store_split(x_ptr, at, value, mask, x_lo, SPLIT)
-
-
-@triton.jit
-def square_sum_kernel(x_ptr, partial_ptr, size, chunks, CHUNK: tl.constexpr):
-    """partial[batch, chunk] <- sum of squares of a chunk of the contiguous x[batch, size]."""
-    pid = tl.program_id(0)
-    batch = (pid // chunks).to(tl.int64)
-    at = (pid % chunks).to(tl.int64) * CHUNK + tl.arange(0, CHUNK)
-    x = tl.load(x_ptr + batch * size + at, at < size, other=0.0)
-    tl.store(partial_ptr + pid.to(tl.int64), tl.sum(x * x, 0))
-
-
-@triton.jit
-def norm_kernel(partial_ptr, amax_ptr, scale_ptr, eps: tl.float64, count, WIDTH: tl.constexpr):
-    """scale[batch] <- 1 / max(||d||_F, eps) relative to the power of two; 0 for a zero matrix, NaN for a non-finite."""
-    batch, total = row_total(partial_ptr, count, WIDTH)
-    bits = tl.load(amax_ptr + batch)
-    first, second = power_halves(bits)
-    eps = tl.full((), eps, tl.float64) * first.to(tl.float64) * second.to(tl.float64)
-    scale = tl.where(total > 0, 1.0 / tl.maximum(tl.sqrt(total), eps), 0.0)
-    if bits.dtype == tl.int64:
-        finite = bits < 0x7FF0000000000000
-    else:
-        finite = bits < 0x7F800000
-    tl.store(scale_ptr + batch, tl.where(finite, scale, float("nan")))
-
-
-@triton.jit
-def schatten_kernel(partial_ptr, scale_ptr, gram_scale_ptr, count, WIDTH: tl.constexpr):
-    """From sum(A^2): gram_scale <- 1 / ||A||_F for A, and scale <- scale / ||A||_F^(1/2) for X."""
-    batch, total = row_total(partial_ptr, count, WIDTH)
-    factor = tl.where(total == 0, 0.0, 1.0 / tl.sqrt(total))
-    tl.store(gram_scale_ptr + batch, factor)
-    tl.store(scale_ptr + batch, tl.load(scale_ptr + batch) * tl.sqrt(factor))
-
-
-@triton.jit
-def residual_kernel(
-    partial_ptr, residual_ptr, done_ptr, steps_ptr, bound: tl.float64, step, count, MAY_STOP: tl.constexpr, WIDTH: tl.constexpr
-):
-    """residual <- ||A^2 - A||_F of a matrix still running; MAY_STOP marks it done at `step` if that is within bound."""
-    batch, total = row_total(partial_ptr, count, WIDTH)
-    if tl.load(done_ptr + batch) == 0:
-        residual = tl.sqrt(total)
-        tl.store(residual_ptr + batch, residual)
-        if MAY_STOP:
-            if residual <= bound:
-                tl.store(done_ptr + batch, 1)
-                tl.store(steps_ptr + batch, tl.full((), step, tl.int64))
-
-
-# ---- products ----------------------------------------------------------------------------------------------------------
-
-
-@triton.jit
-def symmetric_kernel(
-    a_ptr, b_ptr, p_ptr, d_ptr, q_ptr, scale_ptr, done_ptr, partial_ptr,
-    alpha: tl.float64, beta: tl.float64, diagonal: tl.float64,
-    n, k, a_batch, a_row, a_col, b_batch, b_row, b_col, d_batch, d_row, d_col, a_lo, b_lo, d_lo,
-    PARTIAL: tl.constexpr, SPLIT: tl.constexpr, PRECISION: tl.constexpr, SIDE: tl.constexpr, BK: tl.constexpr,
-):  # fmt: skip
-    """D = alpha s P + beta s^2 A B^T (n x n, symmetric), Q = D + diagonal I; P, D, Q share strides and may be None.
-
-    PARTIAL: "value" sums D^2 per tile, "change" sums (s^2 A B^T - s P)^2; s is scale[batch], 1 without it.
-    """
-    across = tl.cdiv(n, SIDE)
-    tiles = across * (across + 1) // 2
-    pid = tl.program_id(0)
-    batch = (pid // tiles).to(tl.int64)
-    if done_ptr is not None:
-        if tl.load(done_ptr + batch) != 0:
-            return
-    tile = pid % tiles
-    # Column j of the upper triangle starts at tile j (j + 1) / 2; the float root may be one off.
-    j = ((tl.sqrt(8.0 * tile.to(tl.float32) + 1.0) - 1.0) * 0.5).to(tl.int32)
-    j = tl.where(j * (j + 1) // 2 > tile, j - 1, j)
-    j = tl.where((j + 1) * (j + 2) // 2 <= tile, j + 1, j)
-    i = tile - j * (j + 1) // 2
-    rows = i.to(tl.int64) * SIDE + tl.arange(0, SIDE)
-    cols = j.to(tl.int64) * SIDE + tl.arange(0, SIDE)
-    a_ptr += batch * a_batch
-    b_ptr += batch * b_batch
-    acc = product(
-        a_ptr, b_ptr, rows, cols, n, n, k, a_row, a_col, b_col, b_row, a_lo, b_lo, SPLIT, PRECISION, SIDE, SIDE, BK
-    )  # fmt: skip
-    rows = rows[:, None]
-    cols = cols[None, :]
-    inside = (rows < n) & (cols < n)
-    at = batch * d_batch + rows * d_row + cols * d_col
-    scale = tl.full((1, 1), 1.0, acc.dtype)
-    if scale_ptr is not None:
-        scale *= tl.load(scale_ptr + batch)
-        acc *= scale * scale
-    value = acc * tl.full((1, 1), beta, acc.dtype)
-    if p_ptr is not None:
-        p = load_split(p_ptr, at, inside, d_lo, acc.dtype, SPLIT) * scale
-        value += p * tl.full((1, 1), alpha, acc.dtype)
-        if PARTIAL == "change":
-            acc -= p
-    if partial_ptr is not None:
-        if PARTIAL == "value":
-            acc = value
-        total = tl.sum(tl.sum(tl.where(inside, acc * acc, 0.0), 1), 0)
-        tl.store(partial_ptr + pid.to(tl.int64), tl.where(i < j, 2.0, 1.0) * total)
-    mirror = batch * d_batch + cols * d_row + rows * d_col
-    if d_ptr is not None:
-        store_split(d_ptr, at, value, inside & (rows <= cols), d_lo, SPLIT)
-        store_split(d_ptr, mirror, value, inside & (rows < cols), d_lo, SPLIT)
-    if q_ptr is not None:
-        value += tl.where(rows == cols, tl.full((1, 1), diagonal, acc.dtype), 0.0)
-        store_split(q_ptr, at, value, inside & (rows <= cols), d_lo, SPLIT)
-        store_split(q_ptr, mirror, value, inside & (rows < cols), d_lo, SPLIT)
-
-
-@triton.jit
-def _apply(w_ptr, at, u, mask, shrink, step, seed, stream, index, STOCHASTIC: tl.constexpr):
-    """w <- shrink w - step u in float32, for float64 weights in float64."""
-    element: tl.constexpr = w_ptr.dtype.element_ty
-    dtype: tl.constexpr = tl.float64 if element == tl.float64 else tl.float32
-    w = tl.load(w_ptr + at, mask, other=0.0).to(dtype)
-    w = w * tl.full((1, 1), shrink, dtype) - u.to(dtype) * tl.full((1, 1), step, dtype)
-    if STOCHASTIC:
-        w = stochastic_round(w, element, random_bits(seed, stream, index))
-    tl.store(w_ptr + at, w.to(element), mask)
-
-
-@triton.jit(do_not_specialize=["seed"])
-def update_kernel(
-    q_ptr, x_ptr, carry_ptr, next_carry_ptr, y_ptr, out_ptr, table_ptr, scale_ptr, done_ptr,
-    alpha: tl.float64, shrink: tl.float64, step: tl.float64, seed: tl.int64,
-    n, m, k, out_n, out_m, q_batch, q_row, q_col, x_batch, x_row, x_col, out_batch, out_row, out_col, element_row, element_col,
-    q_lo, x_lo, STOCHASTIC: tl.constexpr,
-    SPLIT: tl.constexpr, PRECISION: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
-):  # fmt: skip
-    """X' = s (alpha X + Q X), s = scale[batch]; k is n, or 0 for no product. A matrix that is done is copied (X' = s X).
-
-    X in the first term is `carry` if given. X' goes to y (x's layout), next_carry, and out: stored, or with a table
-    of addresses as out <- shrink out - step X'.
-    """
-    across = tl.cdiv(n, BM)
-    tiles = across * tl.cdiv(m, BN)
-    pid = tl.program_id(0)
-    batch = (pid // tiles).to(tl.int64)
-    tile = pid % tiles
-    rows = (tile % across).to(tl.int64) * BM + tl.arange(0, BM)
-    cols = (tile // across).to(tl.int64) * BN + tl.arange(0, BN)
-    dtype: tl.constexpr = tl.float64 if x_ptr.dtype.element_ty == tl.float64 else tl.float32
-    alpha = tl.full((1, 1), alpha, dtype)
-    seed = tl.full((), seed, tl.int64)
-    depth = k + 0
-    if done_ptr is not None:
-        done = tl.load(done_ptr + batch) != 0
-        depth = tl.where(done, 0, depth)
-        alpha = tl.where(done, 1.0, alpha)
-    x_ptr += batch * x_batch
-    value = product(
-        q_ptr + batch * q_batch, x_ptr, rows, cols, n, m, depth, q_row, q_col, x_row, x_col, q_lo, x_lo,
-        SPLIT, PRECISION, BM, BN, BK,
-    )  # fmt: skip
-    rows = rows[:, None]
-    cols = cols[None, :]
-    inside = (rows < n) & (cols < m)
-    at = rows * x_row + cols * x_col
-    if carry_ptr is not None:
-        value += alpha * tl.load(carry_ptr + batch * x_batch + at, inside, other=0.0)
-    else:
-        value += alpha * load_split(x_ptr, at, inside, x_lo, dtype, SPLIT)
-    if scale_ptr is not None:
-        value *= tl.load(scale_ptr + batch)
-    if next_carry_ptr is not None:
-        tl.store(next_carry_ptr + batch * x_batch + at, value, inside)
-    if y_ptr is not None:
-        store_split(y_ptr + batch * x_batch, at, value, inside, x_lo, SPLIT)
-    if out_ptr is not None:
-        mask = (rows < out_n) & (cols < out_m)
-        out_at = rows * out_row + cols * out_col
-        if table_ptr is None:
-            tl.store(out_ptr + batch * out_batch + out_at, value.to(out_ptr.dtype.element_ty), mask)
-        else:
-            entry = table_ptr + batch * 5
-            index = tl.load(entry + 4) + rows * element_row + cols * element_col
-            w_ptr = matrix_base(out_ptr, table_ptr, 0, batch, 0)
-            _apply(w_ptr, out_at, value, mask, shrink, step, seed, tl.load(entry + 3), index, STOCHASTIC)
-
-
-@triton.jit(do_not_specialize=["seed", "stream"])
-def apply_kernel(
-    w_ptr, u_ptr, shrink: tl.float64, step: tl.float64, seed: tl.int64, stream: tl.int64,
-    n, m, w_batch, w_row, w_col, u_batch, u_row, u_col, STOCHASTIC: tl.constexpr, SIDE: tl.constexpr,
-):  # fmt: skip
-    """w <- shrink w - step u for a batch of matrices."""
-    batch, rows, cols = matrix_tile(n, m, SIDE)
-    mask = (rows < n) & (cols < m)
-    u = tl.load(u_ptr + batch * u_batch + rows * u_row + cols * u_col, mask, other=0.0)
-    at = batch * w_batch + rows * w_row + cols * w_col
-    seed = tl.full((), seed, tl.int64)
-    stream = tl.full((), stream, tl.int64)
-    _apply(w_ptr, at, u, mask, shrink, step, seed, stream, (batch * n + rows) * m + cols, STOCHASTIC)
-
-
-# ---- launchers ---------------------------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True)
 class Compute:
-    """Operand dtype, dtype of sums and of the carried X, whether operands are hi + lo pairs, tl.dot's precision."""
+    """Dtype of operands, of sums and the carried X, whether operands are hi + lo, tl.dot's precision."""
 
     operand: torch.dtype
     sums: torch.dtype
@@ -370,8 +102,12 @@ def _blocks(compute: str, n: int) -> tuple[tuple[int, ...], tuple[int, ...], int
 
 
 def _launch(kernel, programs: int, *args, warps: int = 4, stages: int = 1, **constants) -> None:
-    """Runs `kernel` on a one-dimensional grid; fusion of a*b+c is asked for, since its default is not stable."""
+    """Runs `kernel` on a one-dimensional grid; asks for fused a*b+c, whose default differs by version."""
     kernel[(programs,)](*args, **constants, num_warps=warps, num_stages=stages, enable_fp_fusion=True)
+
+
+def _working(x: torch.Tensor) -> torch.dtype:
+    return torch.float64 if x.dtype == torch.float64 else torch.float32
 
 
 def _wide(x: torch.Tensor) -> torch.Tensor:
@@ -382,7 +118,7 @@ def _wide(x: torch.Tensor) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class Source:
-    """The directions d: g [b, n, m], or with a table of addresses any tensors of the layout of g (and momentum m)."""
+    """The directions d: g [b, n, m], or with a table of addresses any tensors of g's layout."""
 
     g: torch.Tensor
     batch: int
@@ -394,7 +130,7 @@ class Source:
 
 @dataclass(frozen=True)
 class Target:
-    """Where X_k goes: out [b, n, m], or with a table w <- shrink w - step X_k for weights of the layout of out."""
+    """Where X_k goes: out [b, n, m], or with a table w <- shrink w - step X_k for weights of out's layout."""
 
     out: torch.Tensor
     table: torch.Tensor | None = None
@@ -461,7 +197,8 @@ class Iteration:
         return across * (across + 1) // 2
 
     def symmetric(
-        self, a, b, alpha=0.0, p=None, beta=1.0, *, diagonal=None, scale=None, done=None, partial=None, sums="", store=True
+        self, a, b, alpha=0.0, p=None, beta=1.0, *,
+        diagonal=None, scale=None, done=None, partial=None, sums="", store=True,
     ):  # fmt: skip
         """alpha s p + beta s^2 a b^T; with `diagonal` also that plus diagonal I."""
         side, depth, warps = self.symmetric_blocks
@@ -470,13 +207,16 @@ class Iteration:
         like = b if p is None and d is None else (p if d is None else d)
         _launch(
             symmetric_kernel, self.batch * self._triangle(), a, b, p, d, q, scale, done, partial,
-            alpha, beta, diagonal or 0.0, self.np, a.shape[-1], *a.stride()[1:], *b.stride()[1:], *like.stride()[1:],
-            a.stride(0), b.stride(0), like.stride(0), PARTIAL=sums, SPLIT=self.compute.split,
+            alpha, beta, diagonal or 0.0, self.np, a.shape[-1],
+            *a.stride()[1:], *b.stride()[1:], *like.stride()[1:], a.stride(0), b.stride(0), like.stride(0),
+            PARTIAL=sums, SPLIT=self.compute.split,
             PRECISION=self.compute.precision, SIDE=side, BK=depth, warps=warps, stages=self.stages,
         )  # fmt: skip
         return d if q is None else (d, q)
 
-    def update(self, q, alpha, *, scale=None, done=None, carry_in=False, carry_out=False, keep=True, emit=False):
+    def update(
+        self, q, alpha, *, scale=None, done=None, carry_in=False, carry_out=False, keep=True, emit=False
+    ):
         """X <- s (alpha X + q X); q None: no product."""
         rows, columns, depth, warps = self.update_blocks
         y = self.operand(self.mp) if keep else None
@@ -487,7 +227,7 @@ class Iteration:
         _launch(
             update_kernel, self.batch * (-(-self.np // rows)) * (-(-self.mp // columns)), q, x,
             self.carry if carry_in else None, self.carry if carry_out else None, y, out if emit else None,
-            t.table if emit else None, scale, done, alpha, t.shrink, t.step, (0x85EBCA6B * t.seed) & 0xFFFFFFFF,
+            t.table if emit else None, scale, done, alpha, t.shrink, t.step, _key(t.seed),
             self.np, self.mp, k, self.n, self.m, *q.stride()[1:], *x.stride()[1:],
             out.stride(0), *out.stride()[1:], *t.element, q.stride(0), x.stride(0), STOCHASTIC=stochastic,
             SPLIT=self.compute.split, PRECISION=self.compute.precision, BM=rows, BN=columns, BK=depth,
@@ -504,8 +244,9 @@ def _segments(steps: int, restarts: list[int], gram: bool, single_first: bool) -
     """The steps (from 0) between two formations of X; every step on its own is the direct form."""
     if not gram:
         return [range(j, j + 1) for j in range(steps)]
-    ends = {r for r in restarts or range(1, steps, 2) if 0 < r < steps} | ({1} if single_first else set()) | {steps}
-    return [range(start, stop) for start, stop in zip([0, *sorted(ends)], sorted(ends), strict=False)]
+    wanted = [*(restarts or range(1, steps, 2)), *([1] if single_first else []), steps]
+    ends = sorted({r for r in wanted if 0 < r <= steps})
+    return [range(start, stop) for start, stop in zip([0, *ends], ends, strict=False)]
 
 
 def _iterate(
@@ -522,8 +263,7 @@ def _iterate(
     steps = torch.full((x.batch,), len(rows), dtype=torch.int64, device=device)
     done = torch.zeros(x.batch, dtype=torch.int32, device=device) if report else None
     flag = done if adaptive else None
-    double = source.g.dtype == torch.float64
-    residual = x.empty(x.batch if report else 0, dtype=torch.float64 if double else torch.float32)
+    residual = x.empty(x.batch if report else 0, dtype=_working(source.g))
 
     def measure(partial, step=0, may_stop=False):
         bound = tol * math.sqrt(x.n)
@@ -532,7 +272,8 @@ def _iterate(
             MAY_STOP=may_stop, WIDTH=WIDTH,
         )  # fmt: skip
 
-    gram = not adaptive and (form == "gram" or (form == "auto" and x.m >= GRAM_ASPECT * x.n))
+    worthwhile = x.n >= GRAM_ROWS and x.m >= GRAM_ASPECT * x.n
+    gram = not adaptive and (form == "gram" or (form == "auto" and worthwhile))
     schatten = normalize == "schatten4"
     scale, gram_scale = x.scale, None
     for segment in _segments(len(rows), restarts, gram, schatten):
@@ -564,8 +305,9 @@ def _iterate(
         last = segment.stop == len(rows)
         carried = x.carry is not None and single and segment.start < CARRIED_STEPS
         x.update(
-            z if single else q, a if single else 0.0, scale=scale, done=flag, keep=report or not last, emit=last,
-            carry_in=carried, carry_out=carried and single and segment.stop < CARRIED_STEPS,
+            z if single else q, a if single else 0.0, scale=scale, done=flag,
+            keep=report or not last, emit=last, carry_in=carried,
+            carry_out=carried and segment.stop < CARRIED_STEPS,
         )  # fmt: skip
         scale = None
     if not rows:
@@ -587,36 +329,39 @@ def polar(
         g: [..., rows, cols] in float64, float32, bfloat16 or float16, any strides; not written to.
         coefficients: a_1, b_1, c_1, a_2, ...; none gives X_0.
         restarts: steps (counted from 1) after which the Gram form goes back to X.
-        form: "direct", "gram", or "auto": gram from an aspect ratio of 1.75 on.
+        form: "direct", "gram", or "auto": gram from 128 rows and an aspect ratio of 1.75 on.
         compute: a key of ``COMPUTE``.
         normalize: "fro", or "schatten4": also divide by ||A||_F^(1/2) in step 1.
         eps: lower limit of the norm that g is divided by.
-        tol, min_steps: at least 0 makes the direct form stop a matrix, after min_steps or more steps, as soon as
-            ||A^2 - A||_F <= tol sqrt(min(rows, cols)).
+        tol, min_steps: tol >= 0 makes the direct form stop a matrix, after min_steps or more steps, as
+            soon as ||A^2 - A||_F <= tol sqrt(min(rows, cols)).
         with_residual: report ||A^2 - A||_F of the result, measured in the operand dtype.
 
     Returns:
-        The result (shape and dtype of g, contiguous), the residual [...] in float32 (float64 for float64 g) and the
-        steps taken [...] in int64; the last two have shape [0] without ``with_residual`` and ``tol >= 0``.
+        The result (shape and dtype of g, contiguous), the residual [...] in float32 (float64 for float64 g)
+        and the steps taken [...] in int64; the last two have shape [0] if neither ``with_residual`` nor
+        ``tol >= 0`` asks for them.
     """
     report = with_residual or tol >= 0
     p = torch.empty(g.shape, dtype=g.dtype, device=g.device)
     batch = g.shape[:-2] if report else (0,)
     if g.numel() == 0:
-        residual = torch.zeros(batch, dtype=torch.float64 if g.dtype == torch.float64 else torch.float32, device=g.device)
+        residual = torch.zeros(
+            batch, dtype=torch.float64 if g.dtype == torch.float64 else torch.float32, device=g.device
+        )
         return p, residual, torch.zeros(batch, dtype=torch.int64, device=g.device)
     wide = _wide(g)
     with torch.cuda.device_of(g):
         residual, steps = _iterate(
-            Source(wide, wide.shape[0]), Target(_wide(p)), coefficients, restarts, form, compute, normalize, eps, tol,
-            min_steps, report,
+            Source(wide, wide.shape[0]), Target(_wide(p)), coefficients, restarts, form, compute,
+            normalize, eps, tol, min_steps, report,
         )  # fmt: skip
     return p, residual.view(batch), steps.view(batch) if report else steps.new_empty(0)
 
 
 @lru_cache(maxsize=1024)
 def _table(rows: tuple[tuple[int, ...], ...], device: torch.device) -> torch.Tensor:
-    """One row per matrix: addresses of weight, gradient and momentum, its tensor's stream, index of its first element.
+    """One row per matrix: addresses of weight, gradient and momentum, its tensor's stream, its first index.
 
     Cached, since parameters stay where they are: a step copies nothing to the device after the first.
     """
@@ -632,11 +377,12 @@ def lmo_step_(
     shrinks: list[float], steps: list[float], momentum: float, nesterov: bool, grad_decay: float,
     coefficients: list[float], restarts: list[int], form: str, compute: str, eps: float, seed: int,
 ) -> None:  # fmt: skip
-    """The op ``pyops::lmo_step_`` on a GPU: m <- m + (1 - momentum)(g - m); W <- shrink W - step u(d), in place.
+    """The op ``pyops::lmo_step_`` on a GPU: m <- m + (1 - momentum)(g - m), W <- shrink W - step u(d).
 
-    d is m, or g + momentum (m - g) with ``nesterov``, or g without momenta; then g <- grad_decay g afterwards.
-    Spectral tensors of one shape, layout, shrink and step run as one batch: momentum in the first pass over it,
-    the update in the epilogue of the last product. Other norms go through ``pyops::unit_direction``.
+    d is m, or g + momentum (m - g) with ``nesterov``, or g without momenta and then g <- grad_decay g
+    afterwards. Spectral tensors of one shape, layout, shrink and step run as one batch: momentum in the first
+    pass over it, the update in the epilogue of the last product. Other norms go through
+    ``pyops::unit_direction``.
     """
     groups: dict[tuple, list[int]] = {}
     for i, (w, g) in enumerate(zip(weights, grads, strict=True)):
@@ -663,8 +409,13 @@ def lmo_step_(
         torch._foreach_mul_([g for g in grads if g.numel() > 0], grad_decay)
 
 
+def _key(seed: int) -> int:
+    """The seed's part of the counter behind the random bits."""
+    return (0x85EBCA6B * seed) & 0xFFFFFFFF
+
+
 def _stream(tensor: int) -> int:
-    """What tells the random bits of one tensor from another's."""
+    """The part that tells the random bits of one tensor from another's."""
     return (0x9E3779B9 * (tensor + 1)) & 0xFFFFFFFF
 
 
@@ -688,7 +439,7 @@ def _vector_step(w, g, m, norm, shrink, step, momentum, nesterov, seed, tensor):
     w, u = (x if x.ndim == 3 else x[None] for x in (w, u))
     batch, n, m = w.shape
     _launch(
-        apply_kernel, batch * -(-n // SIDE) * -(-m // SIDE), w, u, shrink, step, (0x85EBCA6B * seed) & 0xFFFFFFFF,
-        _stream(tensor), n, m, *w.stride(), *u.stride(),
+        apply_kernel, batch * -(-n // SIDE) * -(-m // SIDE), w, u, shrink, step, _key(seed), _stream(tensor),
+        n, m, *w.stride(), *u.stride(),
         STOCHASTIC=seed >= 0 and w.dtype in (torch.bfloat16, torch.float16), SIDE=SIDE,
     )  # fmt: skip

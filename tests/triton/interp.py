@@ -1,35 +1,50 @@
 """Runs launchers of triton_kernels/ under Triton's interpreter, in a process of its own.
 
-TRITON_INTERPRET must be set before Triton is imported and then holds for the whole process; other tests want the
-compiler. Tensors travel by torch.save, which keeps strides and shared storages.
+TRITON_INTERPRET must be set before Triton is imported and then holds for the whole process; other tests want
+the compiler. Tensors travel by torch.save, which keeps strides and shared storages.
 """
 
 import importlib
 import io
 import multiprocessing
 import os
-import sys
 from concurrent.futures import ProcessPoolExecutor
-from pathlib import Path
-
-ROOT = Path(__file__).resolve().parents[2]
 
 
 class Interpreter:
-    """`run(module, function, *args)` -> (result, args as they are afterwards), with every torch.empty full of NaN."""
+    """`run(function, *args)` -> (result, args as they are afterwards), with every torch.empty full of NaN.
+
+    `function` must be importable by its module and name, which the other process does for itself.
+    """
 
     def __init__(self):
         context = multiprocessing.get_context("spawn")
         self.pool = ProcessPoolExecutor(1, mp_context=context, initializer=_start)
 
-    def run(self, module, function, *args):
-        return _unpack(self.pool.submit(_run, module, function, _pack(args)).result())
+    def run(self, function, *args):
+        return unpack(self.pool.submit(_run, function.__module__, function.__qualname__, pack(args)).result())
 
     def close(self):
         self.pool.shutdown()
 
 
-def _pack(value):
+class Device:
+    """The same on a GPU, in this process."""
+
+    def run(self, function, *args):
+        import torch
+
+        args = unpack(pack(args), "cuda")
+        before = torch.are_deterministic_algorithms_enabled()
+        torch.use_deterministic_algorithms(True)
+        try:
+            result = function(*args)
+        finally:
+            torch.use_deterministic_algorithms(before)
+        return unpack(pack((result, args)), "cpu")
+
+
+def pack(value):
     import torch
 
     buffer = io.BytesIO()
@@ -37,31 +52,49 @@ def _pack(value):
     return buffer.getvalue()
 
 
-def _unpack(data):
+def unpack(data, device=None):
     import torch
 
-    return torch.load(io.BytesIO(data), weights_only=False)
+    return torch.load(io.BytesIO(data), weights_only=False, map_location=device)
 
 
-def _run(module, function, data):
-    args = _unpack(data)
-    result = getattr(importlib.import_module(module), function)(*args)
-    return _pack((result, args))
+def _run(module, name, data):
+    args = unpack(data)
+    result = getattr(importlib.import_module(module), name)(*args)
+    return pack((result, args))
 
 
 def _start():
     os.environ["TRITON_INTERPRET"] = "1"
-    sys.path.insert(0, str(ROOT))
     import torch
 
     torch.set_num_threads(1)
     torch.use_deterministic_algorithms(True)  # fills uninitialised memory with NaN
     _repair_bfloat16()
+    _patch_once()
+
+
+def _patch_once():
+    """The interpreter patches triton.language anew in every call of a device function, a fifth of its time.
+
+    This process does nothing but interpret: each module is patched once and stays so.
+    """
+    from triton.runtime import interpreter
+
+    patch, seen = interpreter._patch_lang, set()
+
+    def patch_lang(fn):
+        if fn.__module__ not in seen:
+            seen.add(fn.__module__)
+            patch(fn)
+        return interpreter._LangPatchScope()
+
+    interpreter._patch_lang = patch_lang
 
 
 def _repair_bfloat16():
-    """The interpreter keeps bfloat16 as bit patterns, multiplies the patterns in tl.dot, and converts from and to
-    float64 as if they were integers; its float32 conversion does not round to even. A GPU does none of that.
+    """The interpreter keeps bfloat16 as bit patterns, multiplies the patterns in tl.dot, and converts from and
+    to float64 as if they were integers; its float32 conversion does not round to even. A GPU does none of that.
     """
     import numpy as np
     import triton.language as tl
@@ -90,4 +123,6 @@ def _repair_bfloat16():
 
     InterpreterBuilder.cast_impl = cast_impl
     InterpreterBuilder.create_dot = create_dot
-    InterpreterBuilder.create_fp_to_fp = lambda self, src, dst_type, rounding_mode: cast_impl(self, src, dst_type)
+    InterpreterBuilder.create_fp_to_fp = lambda self, src, dst_type, rounding_mode: cast_impl(
+        self, src, dst_type
+    )

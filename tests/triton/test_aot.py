@@ -1,0 +1,145 @@
+"""Every kernel, compiled ahead of time for each promised GPU: registers, spills, shared memory, offsets."""
+
+import aot
+import pytest
+import torch
+import triton
+import triton.language as tl
+from pyops.triton_kernels import lmo
+
+DTYPES = {
+    "float64": torch.float64,
+    "float32": torch.float32,
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+}
+NS4 = [3.4445, -4.775, 2.0315] * 4
+
+
+def meta(*shape, dtype=torch.float32):
+    return torch.empty(shape, dtype=dtype, device="meta")
+
+
+def polar(compute, n):
+    """Segments of one, one and two steps: every form of both products."""
+    g = meta(2, n, 4 * n, dtype=DTYPES.get(compute, torch.float32))
+    lmo.polar(g, NS4, [1, 2], "gram", compute, "fro", 0.0, -1.0, 0, False)
+
+
+def adaptive(compute, n):
+    g = meta(2, 4 * n, n, dtype=DTYPES.get(compute, torch.float32))
+    lmo.polar(g, NS4, [], "direct", compute, "fro", 0.0, 1e-3, 1, True)
+
+
+def normalisations(dtype):
+    """No step at all, the sharper norm, and an input dtype other than the operands'."""
+    g = meta(2, 100, 333, dtype=DTYPES[dtype])
+    lmo.polar(g, [], [], "auto", "bfloat16", "fro", 1e-7, -1.0, 0, False)
+    lmo.polar(
+        g,
+        NS4[:3],
+        [],
+        "auto",
+        "float64" if dtype == "float64" else "bf16x3",
+        "schatten4",
+        0.0,
+        -1.0,
+        0,
+        False,
+    )
+
+
+def step(dtype, n):
+    """Momentum in the first pass, weights rounded at random in the last epilogue; a norm without products."""
+    weights, grads = ([meta(*s, dtype=DTYPES[dtype]) for s in ((n, 2 * n), (2 * n, n))] for _ in range(2))
+    momenta = [meta(n, 2 * n), meta(2 * n, n)]
+    for m in (momenta, []):
+        lmo.lmo_step_(
+            weights, grads, m, "spectral", [0.9] * 2, [0.1] * 2, 0.9, True, 1.0,
+            NS4[:3], [], "direct", "bfloat16", 0.0, 1,
+        )  # fmt: skip
+    lmo._launch(
+        lmo.apply_kernel, 16, weights[0], grads[0], 0.9, 0.1, 12345, 6789, n, 2 * n, *(0, 2 * n, 1) * 2,
+        STOCHASTIC=dtype in ("bfloat16", "float16"), SIDE=lmo.SIDE,
+    )  # fmt: skip
+
+
+# An op joins by adding its launches. Cases of one kind share most kernels, so the rest is for --run-slow.
+CASES = [
+    (polar, "bfloat16", 2048),
+    (polar, "float32", 512),
+    (polar, "bf16x3", 2048),
+    (polar, "float64", 512),
+    (adaptive, "bfloat16", 2048),
+    (normalisations, "float32"),
+    (step, "bfloat16", 2048),
+]
+SLOW = [
+    *((polar, compute, n) for compute in ("bfloat16", "bf16x3", "float16") for n in (24, 512)),
+    *((polar, compute, 24) for compute in ("float32", "float64")),
+    (polar, "float16", 2048),
+    *((adaptive, compute, 512) for compute in lmo.COMPUTE),
+    *((normalisations, dtype) for dtype in ("float64", "bfloat16", "float16")),
+    *((step, dtype, n) for dtype in DTYPES for n in (64, 512)),
+]
+# (kernel, architecture): (most that may be spilled per thread, why).
+SPILLS = {}
+
+
+def title(case):
+    return "-".join([case[0].__name__, *map(str, case[1:])])
+
+
+@pytest.mark.parametrize("arch", aot.TARGETS)
+@pytest.mark.parametrize(
+    "case",
+    [pytest.param(c, id=title(c)) for c in CASES]
+    + [pytest.param(c, id=title(c), marks=pytest.mark.slow) for c in SLOW],
+)
+def test_compiles_within_the_bounds(arch, case):
+    launch, *arguments = case
+    with aot.record(arch) as launches:
+        launch(*arguments)
+    assert launches
+    _, shared = aot.TARGETS[arch]
+    print(f"\n{title(case)} {arch}\n{'kernel':20} registers  spilled  shared")
+    wrong = []
+    for item in launches:
+        compiled = item.compile()
+        used = aot.usage(compiled)
+        print(f"{item.name:20} {used.registers:9} {used.spilled:8} {used.shared:7}")
+        if used.spilled > SPILLS.get((item.name, arch), (0,))[0]:
+            wrong.append(f"{item.name} spills {used.spilled}")
+        if used.shared > shared:
+            wrong.append(f"{item.name} wants {used.shared} bytes of shared memory, {arch} has {shared}")
+        wrong += [f"{item.name}: {line}" for line in aot.narrow_offsets(compiled)]
+    assert not wrong, "\n".join(wrong)
+
+
+def test_every_kernel_is_compiled():
+    """The default cases reach every kernel of the module."""
+    reached = set()
+    with aot.record("sm_90") as launches:
+        for launch, *arguments in CASES:
+            launch(*arguments)
+    reached = {item.name for item in launches}
+    assert reached == {name for name in vars(lmo) if name.endswith("_kernel")}
+
+
+def test_narrow_offsets_are_found():
+    """The check itself: 32-bit products as offsets are reported, whether widened afterwards or not."""
+    for kernel, expected in ((narrow_kernel, "addptr"), (widened_kernel, "extsi of the 32-bit product")):
+        with aot.record("sm_90") as launches:
+            kernel[(1,)](meta(8), 1000)
+        found = aot.narrow_offsets(launches[0].compile())
+        assert found and all(expected in line for line in found)
+
+
+@triton.jit
+def narrow_kernel(x_ptr, stride):
+    tl.store(x_ptr + tl.program_id(0) * stride, 1.0)
+
+
+@triton.jit
+def widened_kernel(x_ptr, stride):
+    tl.store(x_ptr + (tl.program_id(0) * stride).to(tl.int64), 1.0)
