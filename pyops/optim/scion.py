@@ -55,12 +55,13 @@ class Scion(LmoOptimizer):
         split_dim: 0 (rows, outputs) or 1 (columns, inputs).
         init: what :meth:`init_` does: ``"boundary"``, ``"zeros"`` or ``"keep"``; None: zeros for rms,
             boundary else.
-        light: where the gradients live. False: in ``p.grad``, beside the momentum. True: nowhere; each is
-            folded into the momentum during backward, so that one set of weights and one of gradients is all
-            there is. Right under gradient accumulation, GradScaler (see ``grad_scaler``), clearing gradients
-            before backward or after the step, non-finite gradients, and averaging by DistributedDataParallel;
-            clipping, and clearing gradients before they were used, raise RuntimeError. ``"deferred"``: in
-            ``p.grad`` until the step, which then frees them; anything the plain form allows.
+        light: where the gradients live, for all groups and whatever a checkpoint says. False: in ``p.grad``,
+            beside the momentum. True: nowhere; each is folded into the momentum during backward, so that one
+            set of weights and one of gradients is all there is. Right under gradient accumulation, GradScaler
+            (see ``grad_scaler``), clearing gradients before backward or after the step, non-finite gradients,
+            and averaging by DistributedDataParallel; clipping, and clearing gradients before they were used,
+            raise RuntimeError. ``"deferred"``: in ``p.grad`` until the step, which then frees them; anything
+            the plain form allows.
         grad_scaler: with ``light=True``, the ``torch.amp.GradScaler`` in use, since gradients are unscaled
             when they are folded. The finite gradients of a step that it skips count towards the next step.
         method, steps, coefficients, eps, form: of the polar iteration, as in :func:`pyops.polar`. Five steps,
@@ -230,7 +231,7 @@ class Scion(LmoOptimizer):
             raise ValueError(f"init must be None or one of {', '.join(INIT)}, got {group['init']!r}")
         if group["light"] not in LIGHT:
             raise ValueError(f"light must be one of {LIGHT}, got {group['light']!r}")
-        if group["light"] != self.param_groups[0]["light"]:
+        if group["light"] != self.defaults["light"]:
             raise ValueError(f"light must be the same in every group, got {group['light']!r}")
         self._recipe(group)
 
@@ -313,6 +314,9 @@ class Scion(LmoOptimizer):
             self.grad_scaler, self._folder = None, Folder(self)
         self._folder.forget()
         for group in self.param_groups:
+            group["light"] = self.defaults[
+                "light"
+            ]  # where gradients live is this optimizer's, not a checkpoint's
             self._folder.watch(group)
 
 

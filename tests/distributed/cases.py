@@ -299,6 +299,21 @@ def ddp_clipping(rank, world):
         raise AssertionError("clipping under DDP went unnoticed")
 
 
+def fsdp1(rank, world):
+    """Flat shards have no matrices: refused, and not taken for vectors."""
+    from torch.distributed.fsdp import FullyShardedDataParallel
+
+    for keep in (False, True):
+        net = FullyShardedDataParallel(Net(), use_orig_params=keep, device_id=torch.device("cpu"))
+        for cls in (Scion, Muon):
+            try:
+                cls(net.parameters())
+            except ValueError as error:
+                assert "fully_shard" in str(error)
+            else:
+                raise AssertionError("flat shards went unnoticed")
+
+
 def stochastic_rounding(rank, world):
     """Replicas stay equal, parts get different random numbers, and the mean step is kept."""
     mesh = init_device_mesh("cpu", (world,))

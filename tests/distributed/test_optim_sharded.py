@@ -8,7 +8,7 @@ MODULE = "distributed.cases"
 CASES = [
     "placements", "muon_placements", "dtypes", "ranks_take_turns", "fsdp", "fsdp_ranks_see_different_data",
     "fsdp_accumulation", "fsdp_clipping", "init_and_ratios", "nonfinite", "ddp", "ddp_clipping",
-    "stochastic_rounding", "checkpoint",
+    "fsdp1", "stochastic_rounding", "checkpoint",
 ]  # fmt: skip
 
 
