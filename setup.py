@@ -87,6 +87,8 @@ def write_ninja(lib, module):
     compiler = output_of(*shlex.split(CXX), "--version").splitlines()[0]
     defines = ["-DPYOPS_X86_ISAS"] * X86 + ["-DPYOPS_WITH_CUDA"] * bool(cuda)
     torch_flags = f"-O2 -DTORCH_TARGET_VERSION=0x020b000000000000 -isystem {torch_dir}/include -I{csrc}"
+    if cuda:
+        torch_flags += f" -isystem {cuda[0].parent.parent}/include"
     build_facts = {
         "COMPILER": compiler,
         "TORCH": torch.__version__,

@@ -9,6 +9,16 @@
 #include "common/threads.h"
 #include "lmo/lmo.h"
 
+#if defined(PYOPS_WITH_CUDA)
+#include <torch/csrc/stable/accelerator.h>
+
+#include "lmo/lmo_cuda.h"
+
+// Only a CUDA build of torch has it, so the address is null on a CPU torch, where no CUDA tensor can arrive either.
+extern "C" __attribute__((weak)) AOTITorchError aoti_torch_get_current_cuda_stream(int32_t device, void** stream);
+
+#endif
+
 namespace pyops {
 namespace {
 
@@ -184,6 +194,86 @@ void lmo_step_(std::vector<Tensor> weights, std::vector<Tensor> grads, std::vect
     run(plan, tasks);
 }
 
+
+#if defined(PYOPS_WITH_CUDA)
+
+// A tensor of two or more dimensions as [batch, rows, cols]; `t` is replaced by a copy if its batch has no single stride.
+View cuda_view(Tensor& t, DType dtype) {
+    const int64_t dim = t.dim();
+    for (int64_t d = dim - 4; d >= 0; --d)
+        if (t.size(d) != 1 && t.stride(d) != t.stride(d + 1) * t.size(d + 1)) {
+            t = torch::stable::contiguous(t);
+            break;
+        }
+    return {t.data_ptr(), dtype, dim > 2 ? t.stride(dim - 3) : 0, t.stride(dim - 2), t.stride(dim - 1)};
+}
+
+cuda::VectorNorm cuda_norm(LmoNorm norm) {
+    switch (norm) {
+        case LmoNorm::Sign: return cuda::VectorNorm::Sign;
+        case LmoNorm::Col: return cuda::VectorNorm::Col;
+        case LmoNorm::Row: return cuda::VectorNorm::Row;
+        default: return cuda::VectorNorm::Euclidean;
+    }
+}
+
+// Sizes, scratch memory, device and stream of one launch on a tensor's matrices.
+struct CudaLaunch {
+    int64_t batch = 1, rows, cols;
+    cuda::VectorNorm norm;
+    torch::stable::accelerator::DeviceGuard guard;
+    Tensor workspace;
+    void* stream = nullptr;
+
+    CudaLaunch(const Tensor& t, LmoNorm which)
+        : rows(t.size(t.dim() - 2)), cols(t.size(t.dim() - 1)), norm(cuda_norm(which)), guard(t.get_device_index()) {
+        for (int64_t d = 0; d < t.dim() - 2; ++d) batch *= t.size(d);
+        const auto bytes = static_cast<int64_t>(cuda::norm_workspace(norm, batch, rows, cols));
+        workspace = torch::stable::new_empty(t, {bytes}, ScalarType::Byte);
+        TORCH_ERROR_CODE_CHECK(aoti_torch_get_current_cuda_stream(t.get_device_index(), &stream));
+    }
+    cudaStream_t cuda_stream() const { return static_cast<cudaStream_t>(stream); }
+};
+
+void checked(cudaError_t status, std::string_view op) {
+    STD_TORCH_CHECK(status == cudaSuccess, "pyops::", op, ": CUDA says ", cudaGetErrorString(status));
+}
+
+Tensor unit_direction_cuda(Tensor g, std::string norm, double scale) {
+    const DType dtype = checked_matrices(g, "unit_direction", "g");
+    const LmoNorm which = checked_norm(norm, "unit_direction", false);
+    Tensor out = allocate(g, sizes_of(g, g.dim()));
+    CudaLaunch launch(g, which);
+    const View from = cuda_view(g, dtype), to = cuda_view(out, dtype);
+    checked(cuda::unit_direction(from, to, launch.batch, launch.rows, launch.cols, launch.norm, scale,
+                                 launch.workspace.data_ptr(), launch.cuda_stream()),
+            "unit_direction");
+    return out;
+}
+
+// lmo_step_ for one tensor (2-D or 3-D) and a norm without matrix products.
+void vector_step_cuda(Tensor weight, Tensor grad, std::optional<Tensor> momentum_buffer, std::string norm, double shrink,
+                      double step, double momentum, bool nesterov, double grad_decay, int64_t seed, int64_t tensor) {
+    constexpr std::string_view op = "vector_step_";
+    const LmoNorm which = checked_norm(norm, op, false);
+    const auto view = [&](Tensor& t, const char* argument) {
+        const DType dtype = checked_matrices(t, op, argument);
+        PYOPS_CHECK(t.dim() <= 3, op, argument, "must have 2 or 3 dimensions", shape_text(t));
+        PYOPS_CHECK(sizes_of(t, t.dim()) == sizes_of(weight, weight.dim()), op, argument,
+                    "must have the weight's shape " + shape_text(weight), shape_text(t));
+        return cuda_view(t, dtype);
+    };
+    const View w = view(weight, "weight"), g = view(grad, "grad");
+    const View m = momentum_buffer ? view(*momentum_buffer, "momentum_buffer") : View{nullptr, DType::F32, 0, 0, 0};
+    CudaLaunch launch(weight, which);
+    checked(cuda::vector_step(w, g, m, launch.batch, launch.rows, launch.cols, launch.norm, shrink, step, momentum,
+                              nesterov, momentum_buffer ? 1.0 : grad_decay, seed, tensor, launch.workspace.data_ptr(),
+                              launch.cuda_stream()),
+            op);
+}
+
+#endif
+
 }  // namespace
 
 STABLE_TORCH_LIBRARY_FRAGMENT(pyops, m) {
@@ -195,6 +285,12 @@ STABLE_TORCH_LIBRARY_FRAGMENT(pyops, m) {
         "lmo_step_(Tensor(a!)[] weights, Tensor(b!)[] grads, Tensor(c!)[] momenta, str norm, float[] shrinks, "
         "float[] steps, float momentum, bool nesterov, float grad_decay, float[] coefficients, int[] restarts, str form, "
         "str compute, float eps, int seed) -> ()");
+#if defined(PYOPS_WITH_CUDA)
+    // What the Triton launcher of lmo_step_ calls for the norms without matrix products.
+    m.def(
+        "vector_step_(Tensor(a!) weight, Tensor(b!) grad, Tensor(c!)? momentum_buffer, str norm, float shrink, float step, "
+        "float momentum, bool nesterov, float grad_decay, int seed, int tensor) -> ()");
+#endif
 }
 
 STABLE_TORCH_LIBRARY_IMPL(pyops, CPU, m) {
@@ -202,5 +298,12 @@ STABLE_TORCH_LIBRARY_IMPL(pyops, CPU, m) {
     m.impl("unit_direction", TORCH_BOX(&unit_direction));
     m.impl("lmo_step_", TORCH_BOX(&lmo_step_));
 }
+
+#if defined(PYOPS_WITH_CUDA)
+STABLE_TORCH_LIBRARY_IMPL(pyops, CUDA, m) {
+    m.impl("unit_direction", TORCH_BOX(&unit_direction_cuda));
+    m.impl("vector_step_", TORCH_BOX(&vector_step_cuda));
+}
+#endif
 
 }  // namespace pyops
