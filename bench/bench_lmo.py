@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 from bench import lmo_peers as peers
-from bench.case import Case, Impl, Runner
+from bench.case import Case, Impl, Runner, later
 from bench.lmo_step import step_cases
 
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
@@ -118,22 +118,25 @@ def polar_case(
     )
 
 
-def bf16_peers(batched: bool) -> tuple[Impl, ...]:
+def bf16_peers(batched: bool, scale: str) -> tuple[Impl, ...]:
     eager = peers.eager(torch.bfloat16, COEFFICIENTS, STEPS, batched)
     return (
         peers.torch_muon(COEFFICIENTS, STEPS),
         peers.pytorch_optimizer(COEFFICIENTS, STEPS),
         peers.pytorch_optimizer_gram(COEFFICIENTS, STEPS),
         *((eager,) if batched else ()),
-        peers.compiled(eager),
         peers.gram_newton_schulz(COEFFICIENTS, STEPS),
-        peers.heavyball(STEPS, batched, Oracle()),
+        *slow_to_start(scale, peers.compiled(eager), peers.heavyball(STEPS, batched, Oracle())),
     )
 
 
-def float32_peers() -> tuple[Impl, ...]:
+def float32_peers(scale: str) -> tuple[Impl, ...]:
     eager = peers.eager(torch.float32, COEFFICIENTS, STEPS, batched=False)
-    return (eager, peers.compiled(eager))
+    return (eager, *slow_to_start(scale, peers.compiled(eager)))
+
+
+def slow_to_start(scale: str, *compiled: Impl) -> tuple[Impl, ...]:
+    return tuple(map(later, compiled)) if scale == "quick" else compiled
 
 
 def direction_cases(
@@ -196,17 +199,17 @@ def cpu_cases(scale: str) -> list[Case]:
     rounds = {"rounds": {"full": 25, "quick": 7, "tiny": 2}[scale]}
     muon, fp32 = "torch.optim.Muon", "eager float32"
     listed = [
-        polar_case(wide, "bfloat16", bf16_peers(False), BF16_ERROR, bar=(2.3, muon), **rounds),
-        polar_case(larger, "bfloat16", bf16_peers(False), BF16_ERROR, bar=(2.0, muon), **rounds),
-        polar_case(square, "bfloat16", bf16_peers(False), BF16_ERROR, bar=(1.6, muon), **rounds),
-        polar_case(batch, "bfloat16", bf16_peers(True), BF16_ERROR, bar=(1.3, "best"), **rounds),
-        polar_case(wide, "float32", float32_peers(), FLOAT32_ERROR, bar=(2.0, fp32), **rounds),
-        polar_case(square, "float32", float32_peers(), FLOAT32_ERROR, bar=(1.25, fp32), **rounds),
-        polar_case(wide, "bf16x3", float32_peers(), SPLIT_ERROR, bar=(3.5, fp32), **rounds),
+        polar_case(wide, "bfloat16", bf16_peers(False, scale), BF16_ERROR, bar=(2.3, muon), **rounds),
+        polar_case(larger, "bfloat16", bf16_peers(False, scale), BF16_ERROR, bar=(2.0, muon), **rounds),
+        polar_case(square, "bfloat16", bf16_peers(False, scale), BF16_ERROR, bar=(1.6, muon), **rounds),
+        polar_case(batch, "bfloat16", bf16_peers(True, scale), BF16_ERROR, bar=(1.3, "best"), **rounds),
+        polar_case(wide, "float32", float32_peers(scale), FLOAT32_ERROR, bar=(2.0, fp32), **rounds),
+        polar_case(square, "float32", float32_peers(scale), FLOAT32_ERROR, bar=(1.25, fp32), **rounds),
+        polar_case(wide, "bf16x3", float32_peers(scale), SPLIT_ERROR, bar=(3.5, fp32), **rounds),
         *step_cases(scale),
-        polar_case(wide, "float32", float32_peers()[:1], FLOAT32_ERROR, suffix=", ours capped to AVX2",
+        polar_case(wide, "float32", float32_peers(scale)[:1], FLOAT32_ERROR, suffix=", ours capped to AVX2",
                    env=AVX2, bar=(1.0, fp32), **rounds),
-        polar_case(wide, "float32", float32_peers()[:1], FLOAT32_ERROR, suffix=", all capped to AVX2",
+        polar_case(wide, "float32", float32_peers(scale)[:1], FLOAT32_ERROR, suffix=", all capped to AVX2",
                    env=AVX2_MACHINE, bar=(1.0, fp32), **rounds),
     ]  # fmt: skip
     if scale == "tiny":
@@ -219,7 +222,7 @@ def cuda_cases(scale: str) -> list[Case]:
     if scale == "full":
         shapes += [(768, 3072), (2048, 2048), (2048, 8192)]
     rounds = {"rounds": 15 if scale == "full" else 7}
-    polars = [polar_case(shape, "bfloat16", bf16_peers(len(shape) == 3), BF16_ERROR, "cuda", **rounds)
+    polars = [polar_case(shape, "bfloat16", bf16_peers(len(shape) == 3, "full"), BF16_ERROR, "cuda", **rounds)
               for shape in shapes]  # fmt: skip
     return [*polars, *(direction_cases("cuda", 4096, 16384) if scale == "full" else ())]
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -103,6 +103,15 @@ class Case:
         if not error <= bound:
             raise AssertionError(f"error {error:.3g} above {bound:.3g}")
         return error
+
+
+def later(impl: Impl) -> Impl:
+    """The implementation, named as missing from a quick run: it compiles longer than the rest takes."""
+
+    def build() -> Runner:
+        raise Missing("compiled for minutes: only in the full run")
+
+    return replace(impl, build=build)
 
 
 def bound_seconds(flops: float, nbytes: float, flops_per_s: float, bytes_per_s: float) -> float:

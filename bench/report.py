@@ -134,7 +134,8 @@ def markdown(report: dict) -> str:
         f"Measured on {line}." if i == 0 else f"{line[0].upper()}{line[1:]}."
         for i, line in enumerate(describe(report["machine"], report["peaks"]))
     ]
-    return "\n".join([*lines, "", *where, *([""] if told else []), *told])
+    how = "Command: `python -m pyops bench`, then `python -m pyops bench --markdown --update-readme`."
+    return "\n".join([*lines, "", *where, how, *([""] if told else []), *told])
 
 
 def update_readme(readme: Path, table: str) -> None:

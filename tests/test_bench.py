@@ -369,6 +369,16 @@ def test_the_promised_table_is_there_in_full_shape():
     assert len(capped) == 2 and all(case.env["PYOPS_CPU_ISA"] == "avx2" and case.bar for case in capped)
 
 
+def test_a_quick_run_names_the_peers_that_it_leaves_to_the_full_run():
+    case = bench_lmo.cases("cpu", "quick")[0]
+    heavyball = next(impl for impl in case.peers if impl.name == "heavyball")
+    with pytest.raises(Missing, match="only in the full run"):
+        heavyball.build()
+    assert {impl.name for impl in case.peers} == {
+        impl.name for impl in bench_lmo.cases("cpu", "full")[0].peers
+    }
+
+
 @pytest.mark.parametrize("case", bench_lmo.cases("cpu", "tiny"), ids=lambda case: case.name)
 def test_every_case_runs_and_is_right(case, monkeypatch):
     """Ours and every peer that is here, once; torch.compile is left to the benchmark itself."""
