@@ -12,6 +12,7 @@ import shutil
 import subprocess
 import sys
 import sysconfig
+from importlib.util import find_spec
 from pathlib import Path
 
 from setuptools import Extension, setup
@@ -20,7 +21,9 @@ from setuptools.command.build_ext import build_ext
 ROOT = Path(__file__).resolve().parent
 BUILD = ROOT / "build" / "native"
 CXX = os.environ.get("CXX") or shutil.which("g++") or shutil.which("clang++")
-KERNEL_FLAGS = "-O3 -fopenmp -fno-math-errno -ffp-contract=fast"
+# The last two: gcc 12 takes the undefined registers of its own AVX-512 header for a mistake.
+KERNEL_FLAGS = "-O3 -fopenmp -fno-math-errno -ffp-contract=fast -Wno-uninitialized -Wno-maybe-uninitialized"
+NINJA = [sys.executable, "-m", "ninja"] if find_spec("ninja") else [shutil.which("ninja")]
 ISA_FLAGS = {
     "default": "",
     "avx2": "-mavx2 -mfma -mf16c",
@@ -71,12 +74,13 @@ def find_cuda(sources):
 
 
 def write_ninja(lib, module):
-    """Writes build.ninja for the library and module files wanted and returns its path."""
-    try:
-        import pybind11
-        import torch
-    except ImportError as error:
-        sys.exit(f"pyops: the build needs {error.name}: pip install torch pybind11 ninja setuptools")
+    """Writes build.ninja for the library and module files wanted."""
+    missing = [name for name in ("torch", "pybind11") if not find_spec(name)] + ["ninja"] * (NINJA == [None])
+    if missing:
+        sys.exit(f"pyops: the build needs {', '.join(missing)}: pip install {' '.join(missing)}")
+    import pybind11
+    import torch
+
     torch_dir = Path(torch.__file__).parent
     csrc = ROOT / "csrc"
     cuda_sources = sorted(csrc.glob("*/*_cuda.cu"))
@@ -84,13 +88,12 @@ def write_ninja(lib, module):
     archs = os.environ.get("PYOPS_CUDA_ARCHS", "80 90").split()
     gencode = [f"-gencode arch=compute_{a},code=sm_{a}" for a in archs]
     gencode.append(f"-gencode arch=compute_{archs[-1]},code=compute_{archs[-1]}")
-    compiler = output_of(*shlex.split(CXX), "--version").splitlines()[0]
     defines = ["-DPYOPS_X86_ISAS"] * X86 + ["-DPYOPS_WITH_CUDA"] * bool(cuda)
     torch_flags = f"-O2 -DTORCH_TARGET_VERSION=0x020b000000000000 -isystem {torch_dir}/include -I{csrc}"
     if cuda:
         torch_flags += f" -isystem {cuda[0].parent.parent}/include"
     build_facts = {
-        "COMPILER": compiler,
+        "COMPILER": output_of(*shlex.split(CXX), "--version").splitlines()[0],
         "TORCH": torch.__version__,
         "ISAS": " ".join(ISAS),
         "CUDA": cuda[1] if cuda else "",
@@ -112,9 +115,9 @@ def write_ninja(lib, module):
         for isa in ISAS:
             flags = f"{KERNEL_FLAGS} {ISA_FLAGS[isa]} -DPYOPS_ISA=isa_{isa} -I{csrc}"
             objects.append(compile_(source, f".{isa}", flags=flags))
-    objects += [compile_(source, flags=torch_flags) for source in sorted(csrc.glob("*/*_op.cpp"))]
-    objects += [compile_(source, flags=f"-O2 -I{csrc}") for source in sorted(csrc.glob("common/*.cpp"))]
-    objects.append(compile_(csrc / "info.cpp", flags=f"{torch_flags} {info_flags}"))
+    portable = [*sorted(csrc.glob("*/*_op.cpp")), *sorted(csrc.glob("common/*.cpp"))]
+    objects += [compile_(source, flags=torch_flags) for source in portable]
+    objects += [compile_(csrc / "info.cpp", flags=f"{torch_flags} {info_flags}")]
     cudart = ""
     if cuda:
         objects += [compile_(source, rule="nvcc") for source in cuda_sources]
@@ -124,13 +127,12 @@ def write_ninja(lib, module):
     torch_libs = f"-L{torch_dir}/lib -Wl,--no-as-needed -ltorch_cpu -ltorch -lc10"
     text.append(f"build {lib}: link {' '.join(map(str, objects))}\n  flags = {torch_libs} {cudart}\n")
     python = f"-O2 -isystem {pybind11.get_include()} -isystem {sysconfig.get_path('include')}"
-    module_object = compile_(csrc / "module.cpp", flags=python)
     flags = f"-L{lib.parent} -lpyops '-Wl,-rpath,$$ORIGIN/lib'"
-    text.append(f"build {module}: link {module_object} | {lib}\n  flags = {flags}\n")
+    text.append(
+        f"build {module}: link {compile_(csrc / 'module.cpp', flags=python)} | {lib}\n  flags = {flags}\n"
+    )
     BUILD.mkdir(parents=True, exist_ok=True)
-    path = BUILD / "build.ninja"
-    path.write_text("\n".join(text))
-    return path
+    (BUILD / "build.ninja").write_text("\n".join(text))
 
 
 class NinjaBuild(build_ext):
@@ -138,9 +140,9 @@ class NinjaBuild(build_ext):
         package = ROOT / "pyops" if self.inplace else Path(self.build_lib).resolve() / "pyops"
         lib = package / "lib" / "libpyops.so"
         module = package / f"_C{sysconfig.get_config_var('EXT_SUFFIX')}"
-        ninja = write_ninja(lib, module)
+        write_ninja(lib, module)
         print(f"pyops: building {lib.name} for {', '.join(ISAS)} in {BUILD}", flush=True)
-        if subprocess.run([shutil.which("ninja") or "ninja", "-f", str(ninja)], cwd=ROOT).returncode != 0:
+        if subprocess.run([*NINJA, "-f", BUILD / "build.ninja"], cwd=ROOT).returncode != 0:
             sys.exit("pyops: the build failed; the compiler's message is above")
 
 

@@ -74,14 +74,14 @@ inline void store_accumulator(float* c) {
 
 // Products of the loaded tiles, each load right before its first use so that it hides behind the products ahead of it.
 // The right operand streams past once, the left one is used again by the next panel and should stay in L1.
-#define PYOPS_AMX_BOTH(left, right)               \
-    _tile_stream_loadd(6, (right), 64);           \
-    _tile_loadd(4, (left), 64);                   \
-    _tile_dpbf16ps(0, 4, 6);                      \
-    _tile_stream_loadd(7, (right) + kTile, 64);   \
-    _tile_dpbf16ps(1, 4, 7);                      \
-    _tile_loadd(5, (left) + kTile, 64);           \
-    _tile_dpbf16ps(2, 5, 6);                      \
+#define PYOPS_AMX_BOTH(left, right)             \
+    _tile_stream_loadd(6, (right), 64);         \
+    _tile_loadd(4, (left), 64);                 \
+    _tile_dpbf16ps(0, 4, 6);                    \
+    _tile_stream_loadd(7, (right) + kTile, 64); \
+    _tile_dpbf16ps(1, 4, 7);                    \
+    _tile_loadd(5, (left) + kTile, 64);         \
+    _tile_dpbf16ps(2, 5, 6);                    \
     _tile_dpbf16ps(3, 5, 7)
 #define PYOPS_AMX_LEFT(left)            \
     _tile_loadd(4, (left), 64);         \
@@ -124,8 +124,9 @@ inline void accumulate(const Bf16* left, int64_t left_piece, const Bf16* right, 
 #undef PYOPS_AMX_LEFT
 #undef PYOPS_AMX_RIGHT
 
-// c[j] (+)= left * right[j] for `panels` panels, right_panel elements apart: c holds 32x32 float blocks. The depth is cut
-// so that the left blocks of a cut (24 KB) stay in L1 while the panels stream from L2: 1.5x over one pass per panel.
+// c[j] (+)= left * right[j] for `panels` panels, right_panel elements apart: c holds 32x32 float blocks. The depth is
+// cut so that the left blocks of a cut (24 KB) stay in L1 while the panels stream from L2: 1.5x over one pass per
+// panel.
 template <int P>
 inline void multiply_row(const Bf16* left, int64_t left_piece, const Bf16* right, int64_t right_panel,
                          int64_t right_piece, int64_t blocks, int64_t panels, float* c, bool add) {
@@ -208,7 +209,8 @@ inline __m512i narrow(__m512 a, __m512 b) { return reinterpret_cast<__m512i>(_mm
 inline __m512i narrow_pairs(__m512 even, __m512 odd) {
     alignas(64) static constexpr uint16_t index[32] = {0, 16, 1, 17, 2,  18, 3,  19, 4,  20, 5,  21, 6,  22, 7,  23,
                                                        8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31};
-    return _mm512_permutexvar_epi16(_mm512_load_si512(index), reinterpret_cast<__m512i>(_mm512_cvtne2ps_pbh(odd, even)));
+    return _mm512_permutexvar_epi16(_mm512_load_si512(index),
+                                    reinterpret_cast<__m512i>(_mm512_cvtne2ps_pbh(odd, even)));
 }
 
 // Rounds 32 floats into `pieces` bf16 pieces, left layout, `stride` elements apart.
@@ -229,11 +231,9 @@ inline void transpose_floats(float* c) {
     for (int i = 0; i < 2; ++i)
         for (int j = 0; j < 2; ++j) {
             alignas(64) float tile[256];
-            for (int r = 0; r < 16; ++r)
-                _mm512_store_ps(tile + 16 * r, _mm512_load_ps(c + (16 * i + r) * 32 + 16 * j));
+            for (int r = 0; r < 16; ++r) _mm512_store_ps(tile + 16 * r, _mm512_load_ps(c + (16 * i + r) * 32 + 16 * j));
             transpose_tile(reinterpret_cast<const Bf16*>(tile), reinterpret_cast<Bf16*>(tile));
-            for (int r = 0; r < 16; ++r)
-                _mm512_store_ps(t + (16 * j + r) * 32 + 16 * i, _mm512_load_ps(tile + 16 * r));
+            for (int r = 0; r < 16; ++r) _mm512_store_ps(t + (16 * j + r) * 32 + 16 * i, _mm512_load_ps(tile + 16 * r));
         }
     for (int r = 0; r < 64; ++r) _mm512_store_ps(c + 16 * r, _mm512_load_ps(t + 16 * r));
 }

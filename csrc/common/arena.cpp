@@ -23,7 +23,8 @@ void release(Block block) {
 }
 
 Block map(int64_t bytes) {
-    void* p = mmap(nullptr, static_cast<size_t>(bytes + kPage), PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+    void* p =
+        mmap(nullptr, static_cast<size_t>(bytes + kPage), PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
     if (p == MAP_FAILED) throw std::bad_alloc();
     char* start = static_cast<char*>(p);
     char* aligned = start + (kPage - reinterpret_cast<uintptr_t>(start) % kPage) % kPage;

@@ -7,7 +7,8 @@ namespace pyops {
 
 // 2 MiB aligned, on huge pages where the system has them. One released arena of up to 64 MiB is kept for the next call,
 // since the page faults of fresh memory would cost a small call more than its arithmetic; larger ones go back to the
-// system at once. Contents are undefined. Throws std::bad_alloc. Defined in common/arena.cpp, for the portable baseline.
+// system at once. Contents are undefined. Throws std::bad_alloc. Defined in common/arena.cpp, for the portable
+// baseline.
 class Arena {
   public:
     explicit Arena(int64_t bytes);

@@ -51,14 +51,10 @@ inline void narrow_stochastic(float x, uint32_t random, HalfBits& out) {
 template <class F>
 inline void with_type(DType t, F&& f) {
     switch (t) {
-        case DType::F64:
-            return f(static_cast<double*>(nullptr));
-        case DType::F32:
-            return f(static_cast<float*>(nullptr));
-        case DType::BF16:
-            return f(static_cast<Bf16Bits*>(nullptr));
-        case DType::F16:
-            return f(static_cast<HalfBits*>(nullptr));
+        case DType::F64: return f(static_cast<double*>(nullptr));
+        case DType::F32: return f(static_cast<float*>(nullptr));
+        case DType::BF16: return f(static_cast<Bf16Bits*>(nullptr));
+        case DType::F16: return f(static_cast<HalfBits*>(nullptr));
     }
 }
 

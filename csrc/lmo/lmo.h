@@ -28,12 +28,12 @@ struct MatrixView {
 };
 
 struct LmoTask {
-    MatrixView weight;             // read unless shrink == 0, written
-    MatrixView grad;               // read; scaled by grad_decay if that is not 1
-    MatrixView momentum;           // read and written; data == nullptr: none
+    MatrixView weight;    // read unless shrink == 0, written
+    MatrixView grad;      // read; scaled by grad_decay if that is not 1
+    MatrixView momentum;  // read and written; data == nullptr: none
     double shrink = 0, step = -1;
     int64_t tensor = 0, first_element = 0;  // of this matrix among the weights: what stochastic rounding hashes
-    double* residual = nullptr;    // out, if wanted: |A^2 - A|_F of the result's Gram matrix A
+    double* residual = nullptr;             // out, if wanted: |A^2 - A|_F of the result's Gram matrix A
     int64_t* steps_used = nullptr;
 };
 
@@ -46,17 +46,17 @@ struct LmoPlan {
     double momentum = 0;
     bool nesterov = false;
     double grad_decay = 1;
-    int64_t seed = -1;                     // >= 0: stochastic rounding of 16-bit weights
+    int64_t seed = -1;  // >= 0: stochastic rounding of 16-bit weights
     // spectral only
     const double* coefficients = nullptr;  // a, b, c of each step
     int64_t steps = 0;
-    const int64_t* restarts = nullptr;     // after which steps (counted from 1) the Gram form returns to X, ascending
-    int64_t restart_count = 0;             // 0: the kernel's choice
+    const int64_t* restarts = nullptr;  // after which steps (counted from 1) the Gram form returns to X, ascending
+    int64_t restart_count = 0;          // 0: the kernel's choice
     Form form = Form::Auto;
     Compute compute = Compute::Float32;
-    bool schatten4 = false;                // rescale by |X X^T|_F^(1/2) in the first step
-    double eps = 0;                        // X_0 = d / max(|d|_F, eps)
-    double tolerance = -1;                 // >= 0: stop once |A^2 - A|_F <= tolerance sqrt(n), in the direct form
+    bool schatten4 = false;  // rescale by |X X^T|_F^(1/2) in the first step
+    double eps = 0;          // X_0 = d / max(|d|_F, eps)
+    double tolerance = -1;   // >= 0: stop once |A^2 - A|_F <= tolerance sqrt(n), in the direct form
     int64_t min_steps = 0;
 };
 

@@ -1,8 +1,8 @@
 // The products of the spectral iteration on AMX tiles (see lmo.h for the mathematics, common/amx.h for the layouts).
 //
 // Gram matrix, R = X X^T (n x m, n <= m): only blocks I >= J are computed, each stored with its mirror. X is kept in
-// left layout alone; the right operand is made once per element by transposing tiles: for kStripe panels (256 rows of X)
-// and a chunk of columns at a time, so that it and the float32 partial sums stay in L2.
+// left layout alone; the right operand is made once per element by transposing tiles: for kStripe panels (256 rows of
+// X) and a chunk of columns at a time, so that it and the float32 partial sums stay in L2.
 //   n^2 m multiply-adds (half of the full product), per 32x32x32 step 64 cycles, one 16x16 transposition amortised over
 //   n/64 steps.
 // Symmetric product, D = c L R + c_r R + c_l L of commuting symmetric matrices: the same, with operands that already
@@ -11,8 +11,8 @@
 //   of it, so rounding their diagonals to bf16 would be the largest error of all (3x on Gaussian input). The stored
 //   off-diagonal parts L', R' give L R = L' R' + d_L R' + L' d_R + d_L d_R: two more terms of the epilogue.
 // Update, X <- alpha X + Z X, in place: each thread owns a range of column panels and walks it in groups of up to
-//   kPanels whose right-layout copy (n x 512) stays in L2; the last update hands float32 blocks to the sink, which writes the
-//   weights.  2 n^2 m multiply-adds.
+//   kPanels whose right-layout copy (n x 512) stays in L2; the last update hands float32 blocks to the sink, which
+//   writes the weights.  2 n^2 m multiply-adds.
 // Bytes beyond the operands: 2 P n m for X per product, read from L3 where it exceeds L2.
 #pragma once
 
@@ -74,8 +74,7 @@ class AmxEngine {
     static int64_t arena_bytes(int64_t n, int64_t m, int team_size) {
         AmxEngine e(n, m);
         return (kStored * e.x_piece_ * 2) + 7 * (P * e.piece_ * 2) + e.partial_bytes() + e.transposed_bytes() +
-               e.panel_elements() * 2 * team_size + e.nb_ * e.nb_ * 8 +
-               kDiagonals * e.nb_ * 32 * 4 + 64 * 16;
+               e.panel_elements() * 2 * team_size + e.nb_ * e.nb_ * 8 + kDiagonals * e.nb_ * 32 * 4 + 64 * 16;
     }
 
     // The matrices of the iteration, with the layouts their uses need. Q is kept without its multiple of the identity,
@@ -134,7 +133,8 @@ class AmxEngine {
         return s;
     }
 
-    // X <- alpha X + left X, stored if `keep`; with a sink, each float block (i, j) goes to sink->block(i, j, c) as well.
+    // X <- alpha X + left X, stored if `keep`; with a sink, each float block (i, j) goes to sink->block(i, j, c) as
+    // well.
     template <class Sink>
     void update(const Team& team, const Symmetric& left, float alpha, bool keep, Sink* sink) {
         const amx::TileScope tiles;
@@ -171,7 +171,8 @@ class AmxEngine {
         x_piece_ = nb_ * mb_ * amx::kBlockSize;
         piece_ = nb_ * nb_ * amx::kBlockSize;
     }
-    // Block columns handled at a time: all up to 32 (1024 elements), else 12, as many as accumulate in tiles at a stretch.
+    // Block columns handled at a time: all up to 32 (1024 elements), else 12, as many as accumulate in tiles at a
+    // stretch.
     static int64_t chunk(int64_t blocks) { return blocks <= 32 ? blocks : 12; }
     int64_t panel_elements() const { return P * kPanels * nb_ * amx::kBlockSize; }
     int64_t partial_bytes() const { return std::max(nb_, mb_) > 32 ? nb_ * kStripe * 1024 * 4 : 0; }
@@ -219,8 +220,8 @@ class AmxEngine {
                                              chunk * amx::kBlockSize, right_piece, blocks, panels, c, !first);
                     else
                         amx::multiply_row<P>(left + (i * kb + k0) * amx::kBlockSize, left_piece,
-                                             right + (j0 * kb + k0) * amx::kBlockSize, kb * amx::kBlockSize, right_piece,
-                                             blocks, panels, c, !first);
+                                             right + (j0 * kb + k0) * amx::kBlockSize, kb * amx::kBlockSize,
+                                             right_piece, blocks, panels, c, !first);
                     if (!last) continue;
                     for (int64_t j = 0; j < panels; ++j) finish_symmetric(e, c + j * 1024, i, j0 + j);
                 }
@@ -275,12 +276,10 @@ class AmxEngine {
     // holds the factors of left_ij; squares gathers the sum.
     void combine(const Combination& e, const float* c, int64_t i, int64_t j, int r, const __m512 column[2], __m512 v[4],
                  __m512& squares) const {
-        for (int t = 0; t < 4; ++t)
-            v[t] = _mm512_mul_ps(_mm512_set1_ps(e.c), _mm512_load_ps(c + 64 * r + 16 * t));
+        for (int t = 0; t < 4; ++t) v[t] = _mm512_mul_ps(_mm512_set1_ps(e.c), _mm512_load_ps(c + 64 * r + 16 * t));
         if (e.left.left) {
             __m512 right[4], left[4], row[2];  // row[]: the factors of right_ij
-            for (int t = 0; t < 2; ++t)
-                row[t] = _mm512_set1_ps(e.c_right + e.c * e.left.diagonal[32 * i + 2 * r + t]);
+            for (int t = 0; t < 2; ++t) row[t] = _mm512_set1_ps(e.c_right + e.c * e.left.diagonal[32 * i + 2 * r + t]);
             const bool same = e.left.left == e.right.left;
             load_pair(e.right, i, j, r, right);
             if (!same) load_pair(e.left, i, j, r, left);
@@ -316,9 +315,9 @@ class AmxEngine {
             std::copy(c, c + 1024, mirror);
             amx::transpose_floats(mirror);
             for (int r = 0; r < 64; ++r)
-                _mm512_store_ps(c + 16 * r, _mm512_mul_ps(_mm512_set1_ps(0.5f),
-                                                          _mm512_add_ps(_mm512_load_ps(c + 16 * r),
-                                                                        _mm512_load_ps(mirror + 16 * r))));
+                _mm512_store_ps(c + 16 * r,
+                                _mm512_mul_ps(_mm512_set1_ps(0.5f), _mm512_add_ps(_mm512_load_ps(c + 16 * r),
+                                                                                  _mm512_load_ps(mirror + 16 * r))));
         }
         alignas(64) Bf16 spare_left[P][1024], spare_right[P][1024];
         Bf16 *to_left[P], *to_right[P];

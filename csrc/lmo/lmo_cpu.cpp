@@ -11,8 +11,8 @@
 // is read by every Gram matrix and read and written by every update.
 //
 // Gram form: R = X X^T is iterated instead of X. Each step has Z = b R + c R^2, Q <- a Q + Q Z, R <- (a + Z)^2 R; the
-// segment ends with X <- Q X. All factors are polynomials of one matrix, so they commute and are symmetric. Q is kept as
-// Q' = Q - (product of the a) I, which lets the update add its multiple of X at full precision. R loses the small
+// segment ends with X <- Q X. All factors are polynomials of one matrix, so they commute and are symmetric. Q is kept
+// as Q' = Q - (product of the a) I, which lets the update add its multiple of X at full precision. R loses the small
 // singular values that X still has, so X is formed again after a few steps.
 #include <omp.h>
 
@@ -249,7 +249,8 @@ void write_scaled(const Team& team, const Direction<T>& direction, const Writer<
 
 // Phase 2: X_0 into the engine, split over the columns of X as update() splits them.
 template <class Engine, class U>
-void load(const Team& team, Engine& engine, const Direction<U>& direction, const Scale<U>& scale, bool lines_are_x_rows) {
+void load(const Team& team, Engine& engine, const Direction<U>& direction, const Scale<U>& scale,
+          bool lines_are_x_rows) {
     using T = typename Engine::Scalar;
     alignas(64) T buffer[32 * kSpan], block[1024];
     U d[kSpan];
@@ -576,7 +577,8 @@ Kernel spectral_kernel(bool wide) {
 
 // wide: a tensor of the task is float64, so it is read, updated and written in float64 whatever the products use.
 Kernel choose(const LmoPlan& plan, bool wide) {
-    if (plan.norm != LmoNorm::Spectral) return {wide ? run_elementwise<double> : run_elementwise<float>, elementwise_bytes};
+    if (plan.norm != LmoNorm::Spectral)
+        return {wide ? run_elementwise<double> : run_elementwise<float>, elementwise_bytes};
     if (plan.compute == Compute::Float64) return spectral_kernel<VectorEngine<double>>(wide);
 #if defined(__AVX512F__)
     if (::pyops::amx()) {
@@ -597,11 +599,12 @@ Kernel choose(const LmoPlan& plan, const LmoTask& task) {
 
 void lmo_steps(const LmoPlan& plan, LmoTask* tasks, int64_t count, int threads) {
     const auto cost = [&](const LmoTask& t) {
-        const double n = static_cast<double>(std::min(t.grad.rows, t.grad.cols)), size = double(t.grad.rows) * double(t.grad.cols);
+        const double n = static_cast<double>(std::min(t.grad.rows, t.grad.cols)),
+                     size = double(t.grad.rows) * double(t.grad.cols);
         return plan.norm == LmoNorm::Spectral ? n * size : size;
     };
-    // Largest first. With many tasks each thread takes whole matrices; otherwise, and for the few that are worth it, all
-    // threads share each.
+    // Largest first. With many tasks each thread takes whole matrices; otherwise, and for the few that are worth it,
+    // all threads share each.
     std::vector<int64_t> order;
     for (int64_t i = 0; i < count; ++i)
         if (tasks[i].grad.rows > 0 && tasks[i].grad.cols > 0) order.push_back(i);

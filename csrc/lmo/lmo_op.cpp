@@ -36,17 +36,20 @@ LmoNorm checked_norm(const std::string& name, std::string_view op, bool spectral
     if (name == "col") return LmoNorm::Col;
     if (name == "row") return LmoNorm::Row;
     PYOPS_CHECK(name == "euclidean", op, "norm",
-                spectral ? "must be spectral, sign, col, row or euclidean" : "must be sign, col, row or euclidean", name);
+                spectral ? "must be spectral, sign, col, row or euclidean" : "must be sign, col, row or euclidean",
+                name);
     return LmoNorm::Euclidean;
 }
 
 void set_iteration(LmoPlan& plan, std::string_view op, const std::vector<double>& coefficients,
-                   const std::vector<int64_t>& restarts, const std::string& form, const std::string& compute, double eps) {
+                   const std::vector<int64_t>& restarts, const std::string& form, const std::string& compute,
+                   double eps) {
     PYOPS_CHECK(coefficients.size() % 3 == 0, op, "coefficients", "must hold three numbers per step",
                 std::to_string(coefficients.size()));
     for (size_t i = 0; i + 1 < restarts.size(); ++i)
         PYOPS_CHECK(restarts[i] < restarts[i + 1], op, "restarts", "must ascend", std::to_string(restarts[i + 1]));
-    PYOPS_CHECK(restarts.empty() || restarts[0] >= 1, op, "restarts", "must be at least 1", std::to_string(restarts[0]));
+    PYOPS_CHECK(restarts.empty() || restarts[0] >= 1, op, "restarts", "must be at least 1",
+                std::to_string(restarts[0]));
     PYOPS_CHECK(form == "auto" || form == "direct" || form == "gram", op, "form", "must be auto, direct or gram", form);
     PYOPS_CHECK(eps >= 0 && std::isfinite(eps), op, "eps", "must be finite and at least 0", std::to_string(eps));
     plan.coefficients = coefficients.data();
@@ -71,7 +74,8 @@ std::vector<MatrixView> matrices(const Tensor& t, DType dtype) {
             offset += rest % t.size(d) * t.stride(d);
             rest /= t.size(d);
         }
-        views[static_cast<size_t>(b)] = {data + offset * size_of(dtype), dtype, rows, cols, t.stride(dim - 2), t.stride(dim - 1)};
+        views[static_cast<size_t>(b)] = {
+            data + offset * size_of(dtype), dtype, rows, cols, t.stride(dim - 2), t.stride(dim - 1)};
     }
     return views;
 }
@@ -98,7 +102,8 @@ std::tuple<Tensor, Tensor, Tensor> polar(Tensor g, std::vector<double> coefficie
     const DType dtype = checked_matrices(g, "polar", "g");
     LmoPlan plan;
     set_iteration(plan, "polar", coefficients, restarts, form, compute, eps);
-    PYOPS_CHECK(normalize == "fro" || normalize == "schatten4", "polar", "normalize", "must be fro or schatten4", normalize);
+    PYOPS_CHECK(normalize == "fro" || normalize == "schatten4", "polar", "normalize", "must be fro or schatten4",
+                normalize);
     PYOPS_CHECK(!std::isnan(tol), "polar", "tol", "must be a number", std::to_string(tol));
     PYOPS_CHECK(min_steps >= 0, "polar", "min_steps", "must be at least 0", std::to_string(min_steps));
     plan.schatten4 = normalize == "schatten4";
@@ -150,9 +155,9 @@ Tensor unit_direction(Tensor g, std::string norm, double scale) {
 }
 
 void lmo_step_(std::vector<Tensor> weights, std::vector<Tensor> grads, std::vector<Tensor> momenta, std::string norm,
-               std::vector<double> shrinks, std::vector<double> steps, double momentum, bool nesterov, double grad_decay,
-               std::vector<double> coefficients, std::vector<int64_t> restarts, std::string form, std::string compute,
-               double eps, int64_t seed) {
+               std::vector<double> shrinks, std::vector<double> steps, double momentum, bool nesterov,
+               double grad_decay, std::vector<double> coefficients, std::vector<int64_t> restarts, std::string form,
+               std::string compute, double eps, int64_t seed) {
     constexpr std::string_view op = "lmo_step_";
     LmoPlan plan;
     plan.norm = checked_norm(norm, op, true);
@@ -163,7 +168,8 @@ void lmo_step_(std::vector<Tensor> weights, std::vector<Tensor> grads, std::vect
     plan.seed = seed;
     const size_t count = weights.size();
     const auto same_count = [&](size_t n, const char* argument) {
-        PYOPS_CHECK(n == count, op, argument, "must have one entry per weight (" + std::to_string(count) + ")", std::to_string(n));
+        PYOPS_CHECK(n == count, op, argument, "must have one entry per weight (" + std::to_string(count) + ")",
+                    std::to_string(n));
     };
     same_count(grads.size(), "grads");
     if (!momenta.empty()) same_count(momenta.size(), "momenta");
@@ -194,10 +200,10 @@ void lmo_step_(std::vector<Tensor> weights, std::vector<Tensor> grads, std::vect
     run(plan, tasks);
 }
 
-
 #if defined(PYOPS_WITH_CUDA)
 
-// A tensor of two or more dimensions as [batch, rows, cols]; `t` is replaced by a copy if its batch has no single stride.
+// A tensor of two or more dimensions as [batch, rows, cols]; `t` is replaced by a copy if its batch has no single
+// stride.
 View cuda_view(Tensor& t, DType dtype) {
     const int64_t dim = t.dim();
     for (int64_t d = dim - 4; d >= 0; --d)
@@ -252,8 +258,9 @@ Tensor unit_direction_cuda(Tensor g, std::string norm, double scale) {
 }
 
 // lmo_step_ for one tensor (2-D or 3-D) and a norm without matrix products.
-void vector_step_cuda(Tensor weight, Tensor grad, std::optional<Tensor> momentum_buffer, std::string norm, double shrink,
-                      double step, double momentum, bool nesterov, double grad_decay, int64_t seed, int64_t tensor) {
+void vector_step_cuda(Tensor weight, Tensor grad, std::optional<Tensor> momentum_buffer, std::string norm,
+                      double shrink, double step, double momentum, bool nesterov, double grad_decay, int64_t seed,
+                      int64_t tensor) {
     constexpr std::string_view op = "vector_step_";
     const LmoNorm which = checked_norm(norm, op, false);
     const auto view = [&](Tensor& t, const char* argument) {
@@ -278,17 +285,20 @@ void vector_step_cuda(Tensor weight, Tensor grad, std::optional<Tensor> momentum
 
 STABLE_TORCH_LIBRARY_FRAGMENT(pyops, m) {
     m.def(
-        "polar(Tensor g, float[] coefficients, int[] restarts, str form, str compute, str normalize, float eps, float tol, "
+        "polar(Tensor g, float[] coefficients, int[] restarts, str form, str compute, str normalize, float eps, float "
+        "tol, "
         "int min_steps, bool with_residual) -> (Tensor, Tensor, Tensor)");
     m.def("unit_direction(Tensor g, str norm, float scale) -> Tensor");
     m.def(
         "lmo_step_(Tensor(a!)[] weights, Tensor(b!)[] grads, Tensor(c!)[] momenta, str norm, float[] shrinks, "
-        "float[] steps, float momentum, bool nesterov, float grad_decay, float[] coefficients, int[] restarts, str form, "
+        "float[] steps, float momentum, bool nesterov, float grad_decay, float[] coefficients, int[] restarts, str "
+        "form, "
         "str compute, float eps, int seed) -> ()");
 #if defined(PYOPS_WITH_CUDA)
     // What the Triton launcher of lmo_step_ calls for the norms without matrix products.
     m.def(
-        "vector_step_(Tensor(a!) weight, Tensor(b!) grad, Tensor(c!)? momentum_buffer, str norm, float shrink, float step, "
+        "vector_step_(Tensor(a!) weight, Tensor(b!) grad, Tensor(c!)? momentum_buffer, str norm, float shrink, float "
+        "step, "
         "float momentum, bool nesterov, float grad_decay, int seed, int tensor) -> ()");
 #endif
 }

@@ -1,11 +1,11 @@
-// The products of the spectral iteration in float32 or float64 vectors (see lmo.h for the mathematics, common/gemm.h for
-// the inner kernel). The interface is AmxEngine's.
+// The products of the spectral iteration in float32 or float64 vectors (see lmo.h for the mathematics, common/gemm.h
+// for the inner kernel). The interface is AmxEngine's.
 //
 // X is kept as Y = X^T, row-major m x n: then R = Y^T Y, the products of symmetric matrices D = L^T R, and the update
 // Y <- alpha Y + Y Z all read whole rows, and no operand is ever transposed. Symmetric results are computed in tiles
 // that reach the lower triangle and stored with their mirror: n^2 m and n^3 multiply-adds instead of twice that.
-// Left operands are packed by the team, kChunk rows at a time; right panels by the thread that uses them; the update
-// packs kGroup rows of Y at a time, so that each panel of Z read from L2 serves all of them.
+// Left operands are packed by the team, kChunk rows at a time; right panels by the thread that uses them, each 32 KB,
+// to stay in L1 while the left tiles pass; the update packs kGroup rows of Y at a time, which share each panel of Z.
 #pragma once
 
 #include <algorithm>
@@ -26,7 +26,8 @@ class VectorEngine {
         const T* data() const { return left ? left : right; }
     };
     static constexpr int kMr = Gemm<T>::kMr, kNr = Gemm<T>::kNr;
-    static constexpr int64_t kChunk = 768, kGroup = 96;
+    static constexpr int64_t kChunk = 32768 / (kNr * static_cast<int64_t>(sizeof(T)));  // a panel of it stays in L1
+    static constexpr int64_t kGroup = 96, kTiles = kGroup / kMr;
     static_assert(kGroup % kMr == 0 && kGroup % 32 == 0);
 
     VectorEngine(int64_t n, int64_t m, int team_size, char* arena) : VectorEngine(n, m) {
@@ -98,23 +99,26 @@ class VectorEngine {
         for (int64_t j = team.begin(panels_count_); j < team.end(panels_count_); ++j)
             pack<kNr>(z.data(), 0, n_, j * kNr, z_panels_ + j * n_ * kNr);
         team.wait();
-        alignas(64) T c[kMr * kNr], block[1024];
+        alignas(64) T c[kGroup * kNr], block[1024];
         T* rows = panels_ + team.rank * panel_elements();
         const int64_t groups = padded_m_ / kGroup;
         for (int64_t g = team.begin(groups); g < team.end(groups); ++g) {
             T* y = y_ + g * kGroup * stride_;
-            for (int64_t t = 0; t < kGroup / kMr; ++t)
+            for (int64_t t = 0; t < kTiles; ++t)
                 for (int64_t k = 0; k < n_; ++k)
                     for (int r = 0; r < kMr; ++r) rows[(t * n_ + k) * kMr + r] = y[(t * kMr + r) * stride_ + k];
-            for (int64_t j = 0; j < panels_count_; ++j)
-                for (int64_t t = 0; t < kGroup / kMr; ++t) {
-                    Gemm<T>::multiply(n_, rows + t * n_ * kMr, z_panels_ + j * n_ * kNr, c, false);
-                    const int64_t width = std::min<int64_t>(kNr, n_ - j * kNr);
-                    for (int r = 0; r < kMr; ++r) {
-                        T* target = y + (t * kMr + r) * stride_ + j * kNr;
-                        for (int64_t i = 0; i < width; ++i) target[i] = alpha * target[i] + c[r * kNr + i];
-                    }
+            for (int64_t j = 0; j < panels_count_; ++j) {
+                const T* panel = z_panels_ + j * n_ * kNr;
+                for (int64_t k = 0; k < n_; k += kChunk)
+                    for (int64_t t = 0; t < kTiles; ++t)
+                        Gemm<T>::multiply(std::min(kChunk, n_ - k), rows + (t * n_ + k) * kMr, panel + k * kNr,
+                                          c + t * kMr * kNr, k > 0);
+                const int64_t width = std::min<int64_t>(kNr, n_ - j * kNr);
+                for (int64_t r = 0; r < kGroup; ++r) {
+                    T* target = y + r * stride_ + j * kNr;
+                    for (int64_t i = 0; i < width; ++i) target[i] = alpha * target[i] + c[r * kNr + i];
                 }
+            }
             if (sink)
                 for (int64_t j = g * (kGroup / 32); j < std::min((g + 1) * (kGroup / 32), block_cols()); ++j)
                     for (int64_t i = 0; i < block_rows(); ++i) {
@@ -141,7 +145,7 @@ class VectorEngine {
         for (int64_t k = k0; k < k1; ++k, target += W) {
             const T* s = source + k * stride_ + column;
             if (width == W)
-                for (int i = 0; i < W; ++i) target[i] = s[i];
+                std::memcpy(target, s, W * sizeof(T));
             else
                 for (int i = 0; i < W; ++i) target[i] = i < width ? s[i] : T(0);
         }
