@@ -33,7 +33,6 @@ X86 = platform.machine() in ("x86_64", "AMD64")
 ISAS = list(ISA_FLAGS) if X86 else ["default"]
 
 RULES = """\
-ninja_required_version = 1.5
 rule cxx
   command = $cxx -MD -MF $out.d -std=c++20 -fPIC -fvisibility=hidden -Wall -Wextra $defines $
     $flags -c $in -o $out
@@ -90,8 +89,7 @@ def write_ninja(lib, module):
     gencode.append(f"-gencode arch=compute_{archs[-1]},code=compute_{archs[-1]}")
     defines = ["-DPYOPS_X86_ISAS"] * X86 + ["-DPYOPS_WITH_CUDA"] * bool(cuda)
     torch_flags = f"-O2 -DTORCH_TARGET_VERSION=0x020b000000000000 -isystem {torch_dir}/include -I{csrc}"
-    if cuda:
-        torch_flags += f" -isystem {cuda[0].parent.parent}/include"
+    torch_flags += f" -isystem {cuda[0].parent.parent}/include" if cuda else ""
     build_facts = {
         "COMPILER": output_of(*shlex.split(CXX), "--version").splitlines()[0],
         "TORCH": torch.__version__,
@@ -101,8 +99,7 @@ def write_ninja(lib, module):
     }
     info_flags = " ".join(f"'-DPYOPS_BUILD_{key}=\"{value}\"'" for key, value in build_facts.items())
     head = {"builddir": BUILD, "cxx": CXX, "csrc": csrc, "defines": " ".join(defines)}
-    if cuda:
-        head |= {"nvcc": cuda[0], "archs": " ".join(gencode)}
+    head |= {"nvcc": cuda[0], "archs": " ".join(gencode)} if cuda else {}
     text = [*(f"{name} = {value}" for name, value in head.items()), RULES]
     objects = []
 
@@ -128,9 +125,8 @@ def write_ninja(lib, module):
     text.append(f"build {lib}: link {' '.join(map(str, objects))}\n  flags = {torch_libs} {cudart}\n")
     python = f"-O2 -isystem {pybind11.get_include()} -isystem {sysconfig.get_path('include')}"
     flags = f"-L{lib.parent} -lpyops '-Wl,-rpath,$$ORIGIN/lib'"
-    text.append(
-        f"build {module}: link {compile_(csrc / 'module.cpp', flags=python)} | {lib}\n  flags = {flags}\n"
-    )
+    glue = compile_(csrc / "module.cpp", flags=python)
+    text.append(f"build {module}: link {glue} | {lib}\n  flags = {flags}\n")
     BUILD.mkdir(parents=True, exist_ok=True)
     (BUILD / "build.ninja").write_text("\n".join(text))
 
