@@ -546,11 +546,11 @@ def _direction_context(ctx, inputs, output):
 
 
 def _polar_amx(g, coefficients=(), restarts=(), form="auto", compute=None, *_: Any) -> bool:
-    return (compute or COMPUTE_DEFAULT[g.dtype]) in ("bfloat16", "bf16x3")
+    return (compute or COMPUTE_DEFAULT[g.dtype]) != "float64"
 
 
 def _step_amx(*args: Any) -> bool:
-    return args[3] == "spectral" and args[12] in ("bfloat16", "bf16x3")
+    return args[3] == "spectral" and args[12] != "float64"
 
 
 _library.register(
