@@ -14,7 +14,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -351,7 +351,7 @@ def lmo(
     inner = d_in or 1
     if norm == "spectral":
         factor = math.sqrt(d_out / inner if normalized else d_out)
-        u = -radius * (1.0 if max and factor < 1.0 else factor) * polar(g, **polar_args)
+        u = -radius * (1.0 if max and factor < 1.0 else factor) * _factor(g, polar_args)
     else:
         factor = {
             "sign": 1.0 / inner if normalized else 1.0,
@@ -362,14 +362,19 @@ def lmo(
     return u.mT.contiguous() if transpose else u
 
 
+def _factor(g: Tensor, polar_args: dict[str, Any]) -> Tensor:
+    """``polar`` where the residual is not asked for."""
+    return cast(Tensor, polar(g, **polar_args))
+
+
 def _conv_lmo(g: Tensor, norm: str, radius: float, polar_args: dict[str, Any]) -> Tensor:
     c_out, c_in, *kernel = g.shape
     taps = math.prod(kernel)
     factor = -radius * math.sqrt(c_out / (c_in or 1)) / (taps or 1)
     if norm == "spectral_conv":
-        return factor * polar(g.reshape(c_out, c_in * taps), **polar_args).reshape(g.shape)
+        return factor * _factor(g.reshape(c_out, c_in * taps), polar_args).reshape(g.shape)
     by_tap = g.reshape(c_out, c_in, taps).movedim(-1, 0)
-    return (factor * polar(by_tap, **polar_args)).movedim(0, -1).reshape(g.shape).contiguous()
+    return (factor * _factor(by_tap, polar_args)).movedim(0, -1).reshape(g.shape).contiguous()
 
 
 def _vector_lmo(g: Tensor, norm: str, radius: float) -> Tensor:

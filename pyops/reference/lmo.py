@@ -60,7 +60,7 @@ def working_dtype(g: Tensor) -> torch.dtype:
 
 def power_of_two(x: Tensor, dims: Sequence[int]) -> tuple[Tensor, Tensor]:
     """The power of two p with 1 <= amax/p < 2, and where x is not finite; exact for subnormal numbers too."""
-    amax = x.abs().amax(dims, keepdim=True)
+    amax = x.abs().amax(tuple(dims), keepdim=True)
     scale = amax / (2 * torch.frexp(amax).mantissa)
     return torch.where((amax > 0) & amax.isfinite(), scale, torch.ones_like(scale)), ~amax.isfinite()
 
