@@ -26,7 +26,7 @@ class VectorEngine {
         const T* data() const { return left ? left : right; }
     };
     static constexpr int kMr = Gemm<T>::kMr, kNr = Gemm<T>::kNr;
-    static constexpr int64_t kChunk = 32768 / (kNr * static_cast<int64_t>(sizeof(T)));  // a panel of it stays in L1
+    static constexpr int64_t kChunk = 24576 / (kNr * static_cast<int64_t>(sizeof(T)));  // a panel of it stays in L1
     static constexpr int64_t kGroup = 96, kTiles = kGroup / kMr;
     static_assert(kGroup % kMr == 0 && kGroup % 32 == 0);
 
@@ -130,7 +130,8 @@ class VectorEngine {
 
   private:
     VectorEngine(int64_t n, int64_t m) : n_(n), m_(m) {
-        stride_ = (n + 31) / 32 * 32;
+        // An odd number of cache lines, so that a column of a packed panel does not fall into a few sets of the cache.
+        stride_ = (n + 31) / 32 * 32 + 64 / static_cast<int64_t>(sizeof(T));
         padded_m_ = (m + kGroup - 1) / kGroup * kGroup;
         tiles_ = (n + kMr - 1) / kMr;
         panels_count_ = (n + kNr - 1) / kNr;
