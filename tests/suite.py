@@ -3,7 +3,7 @@
 An op joins by describing itself: a :class:`Case` per way of calling it, and one :class:`Spec` for its edge
 shapes and its error messages. ``op_suite`` makes the test class:
 
-    TestPolar = op_suite(Spec(cases=[Case(...), ...], edges=[...], errors=[...], file=__file__), "TestPolar")
+    TestPolar = op_suite(Spec(cases=[Case(...), ...], edges=[...], errors=[...], files=[__file__]), name)
 
 Every check is also a plain function of a case, so that ``test_suite_catches.py`` can hand it broken ops and
 see it fail.
@@ -18,7 +18,7 @@ import pickle
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -91,17 +91,19 @@ class Spec:
     """An op's cases, and what belongs to the op and not to one case.
 
     Args:
-        cases: the first one also runs through the inductor compiler.
+        cases: the first one is also compiled with dynamic shapes, and by inductor.
         edges: input shapes with sizes of zero and one; the first case's call and oracle serve them.
         errors: (call without arguments, exception type, pattern of its message), each raised before any work.
-        file: of the test module, which is run again for every instruction set.
+        files: test modules to run again for every instruction set, its own first; () where another suite of
+            the module has it.
+        also: names of further tests of those modules to run again, as in pytest's ``-k``.
     """
 
     cases: Sequence[Case]
     edges: Sequence[tuple[tuple[int, ...], ...]]
     errors: Sequence[tuple[Callable[[], object], type[Exception], str]]
-    file: str
-    suite_name: str = field(default="")
+    files: Sequence[str] = ()
+    also: str = ""
 
 
 def outputs(result: Tensor | tuple[Tensor, ...]) -> tuple[Tensor, ...]:
@@ -370,8 +372,8 @@ def check_fork(case: Case) -> None:
         process.join()
 
 
-def check_isa(spec: Spec, isa: str) -> None:
-    """The accuracy, edge, layout and NaN checks again in a process capped to one instruction set."""
+def check_isa(files: Sequence[str], isa: str, also: str = "") -> None:
+    """The accuracy, edge, layout and NaN checks of test modules again, capped to one instruction set."""
     from pyops import _library
 
     if not _library.load():
@@ -381,10 +383,12 @@ def check_isa(spec: Spec, isa: str) -> None:
     available = ISAS[: ISAS.index(_C.cpu_info()["detected"]) + 1]
     if isa not in available:
         pytest.skip(f"this CPU has {', '.join(available)}")
-    chosen = "test_accuracy or test_edge or test_layouts or test_nan or test_capped"
-    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", spec.file]
+    chosen = "test_accuracy or test_edge or test_layouts or test_nan or test_capped" + (
+        also and f" or {also}"
+    )
+    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *files]
     done = subprocess.run(
-        [*command, "-k", f"{spec.suite_name} and ({chosen})"],
+        [*command, "-k", chosen],
         env={**os.environ, "PYOPS_CPU_ISA": isa, "OMP_NUM_THREADS": "1"},
         cwd=ROOT,
         capture_output=True,
@@ -395,7 +399,6 @@ def check_isa(spec: Spec, isa: str) -> None:
 
 def op_suite(spec: Spec, name: str) -> type:
     """The test class of an op; ``name`` is what the module binds it to."""
-    spec = Spec(spec.cases, spec.edges, spec.errors, spec.file, name)
     ids = {"ids": lambda value: getattr(value, "name", None) or str(value).removeprefix("torch.")}
 
     def over(cases: Sequence[Case], dtypes: Sequence[torch.dtype] | None = None):
@@ -453,10 +456,12 @@ def op_suite(spec: Spec, name: str) -> type:
         def test_opcheck(self, case):
             check_opcheck(case, torch.float32)
 
-        @pytest.mark.parametrize("dynamic", [False, True], ids=["static", "dynamic"])
         @over(cases)
-        def test_compile(self, case, dynamic):
-            check_compile(case, dynamic)
+        def test_compile(self, case):
+            check_compile(case, dynamic=False)
+
+        def test_compile_dynamic(self):
+            check_compile(cases[0], dynamic=True)
 
         def test_inductor(self):
             check_compile(cases[0], dynamic=False, backend="inductor")
@@ -488,18 +493,17 @@ def op_suite(spec: Spec, name: str) -> type:
 
         @pytest.mark.parametrize("isa", ISAS)
         def test_isa(self, isa):
-            check_isa(spec, isa)
+            check_isa(spec.files, isa, spec.also)
 
         def test_capped(self):
-            """The cap is what runs: ``test_isa`` sets it."""
+            """What runs is what the cap of ``test_isa`` asks for."""
             from pyops import which
 
-            served, cap = (
-                which(cases[0].op.split("::")[1], *cases[0].op_args(*cases[0].inputs())),
-                os.environ.get("PYOPS_CPU_ISA"),
-            )
-            if cap is not None and served != "reference":
-                assert served == f"cpu:{cap}"
+            name, cap = cases[0].op.split("::")[1], os.environ.get("PYOPS_CPU_ISA")
+            served = which(name, *cases[0].op_args(*cases[0].inputs()))
+            assert cap is None or served in (f"cpu:{cap}", "reference")
 
+    if not spec.files:
+        del Suite.test_isa
     Suite.__name__ = Suite.__qualname__ = name
     return Suite

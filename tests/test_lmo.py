@@ -1,6 +1,7 @@
 """The shared suite on polar and on the directions, and every error message of the public functions."""
 
 import math
+from pathlib import Path
 
 import lmo_oracle as oracle
 import pytest
@@ -202,7 +203,11 @@ POLAR_ERRORS = [
     lmo_error(ValueError, "g must have at least 2", g[0], function=pyops.spectral_lmo),
 ]
 
-TestPolar = op_suite(Spec(POLAR, EDGES, POLAR_ERRORS, __file__), "TestPolar")
+OTHERS = [str(Path(__file__).with_name(f"test_lmo_{name}.py")) for name in ("polar", "norms", "step")]
+ALSO = (
+    "test_error_on or test_sizes or test_extreme or test_tiny or test_constants or test_mixed or test_float64"
+)
+TestPolar = op_suite(Spec(POLAR, EDGES, POLAR_ERRORS, [__file__, *OTHERS], ALSO), "TestPolar")
 
 
 def unit(x, dims):
@@ -264,7 +269,7 @@ LMO_ERRORS = [
     lmo_error(ValueError, "steps must be at least 0, got -3", g, norm="spectral", steps=-3),
 ]
 
-TestDirection = op_suite(Spec(DIRECTIONS, EDGES, LMO_ERRORS, __file__), "TestDirection")
+TestDirection = op_suite(Spec(DIRECTIONS, EDGES, LMO_ERRORS), "TestDirection")
 
 
 @pytest.mark.parametrize("norm", ["sign", "max"])

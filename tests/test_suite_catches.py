@@ -278,7 +278,7 @@ def test_fault_in_messages_is_caught():
         raise ValueError("steps must be at least 0, got -1")
 
     def passes(call, error, message):
-        spec = suite.Spec(cases=[HEALTHY], edges=[], errors=[], file=__file__)
+        spec = suite.Spec(cases=[HEALTHY], edges=[], errors=[])
         suite.op_suite(spec, "TestToy")().test_error(call, error, message)
 
     passes(refuses, ValueError, "steps must be at least 0, got -1")
@@ -297,6 +297,5 @@ def test_failure_under_one_instruction_set_is_caught(tmp_path):
         "import os\n\n\nclass TestToy:\n    def test_accuracy(self):\n"
         "        assert os.environ['PYOPS_CPU_ISA'] != 'default'\n"
     )
-    spec = suite.Spec(cases=[HEALTHY], edges=[], errors=[], file=str(module), suite_name="TestToy")
     with pytest.raises((AssertionError, pytest.skip.Exception), match=r"1 failed|no compiled library"):
-        suite.check_isa(spec, "default")
+        suite.check_isa([str(module)], "default")
