@@ -77,15 +77,15 @@ export python dry logs
 if [ "$dry" = yes ]; then
   part machine 60 "$python" -m pyops info
   part build 400 env PYOPS_CUDA=0 "$python" setup.py build_ext --inplace
-  part tests 400 "$python" -m pytest -q -m "gpu or not slow" tests/cuda tests/triton
+  part tests 600 "$python" -m pytest -q -m "gpu or not slow" tests/cuda tests/triton
   part memcheck 60 bash -c 'sanitizer memcheck --only directions --only step'
   part racecheck 60 bash -c 'sanitizer racecheck --only directions --only step'
-  part bench 300 "$python" -m pyops bench --tiny --rounds 1 --no-memory --out "$out"
+  part bench 500 "$python" -m pyops bench --tiny --rounds 1 --no-memory --out "$out"
   part triton 60 bash -c 'sanitizer memcheck --only polar'
 else
   part machine 20 nvidia-smi --query-gpu=name,driver_version,memory.total --format=csv,noheader
-  part build 180 env PYOPS_CUDA=1 "$python" -m pip install --no-build-isolation --no-deps --editable .
-  part tests 120 "$python" -m pytest -q -m gpu tests
+  part build 150 env PYOPS_CUDA=1 "$python" -m pip install --no-build-isolation --no-deps --editable .
+  part tests 150 "$python" -m pytest -q -m gpu tests
   part memcheck 60 bash -c 'sanitizer memcheck --only directions --only step'
   part racecheck 60 bash -c 'sanitizer racecheck --only directions --only step'
   part bench 130 "$python" -m pyops bench --quick --device cuda --out "$out"
