@@ -2,7 +2,7 @@
 //
 // Gram matrix, R = X X^T (n x m, n <= m): only blocks I >= J are computed, each stored with its mirror. X is kept in
 // left layout alone; the right operand is made once per element by transposing tiles: for kStripe panels (256 rows of
-// X) and a chunk of columns at a time, so that it and the float32 partial sums stay in L2.
+// X) and a chunk of columns at a time, used by kRows row blocks, so that it and the float32 partial sums stay in L2.
 //   n^2 m multiply-adds (half of the full product), per 32x32x32 step 64 cycles, one 16x16 transposition amortised over
 //   n/64 steps.
 // Symmetric product, D = c L R + c_r R + c_l L of commuting symmetric matrices: the same, with operands that already
@@ -11,7 +11,7 @@
 //   of it, so rounding their diagonals to bf16 would be the largest error of all (3x on Gaussian input). The stored
 //   off-diagonal parts L', R' give L R = L' R' + d_L R' + L' d_R + d_L d_R: two more terms of the epilogue.
 // Update, X <- alpha X + Z X, in place: each thread owns a range of column panels and walks it in groups of up to
-//   kPanels whose right-layout copy (n x 512) stays in L2; the last update hands float32 blocks to the sink, which
+//   kPanels whose right-layout copy (up to 1 MB) stays in L2; the last update hands float32 blocks to the sink, which
 //   writes the weights.  2 n^2 m multiply-adds.
 // Bytes beyond the operands: 2 P n m for X per product, read from L3 where it exceeds L2.
 #pragma once
@@ -43,7 +43,7 @@ class AmxEngine {
     // of alpha X, where the slopes a_j of the later steps would amplify it at small singular values (10x in the error
     // of rank-deficient input, for 2 n m bytes per update).
     static constexpr int kStored = P == 1 ? 2 : P;
-    static constexpr int64_t kPanels = 16, kStripe = 8, kDiagonals = 6;
+    static constexpr int64_t kPanels = 16, kStripe = 8, kRows = 32, kDiagonals = 6;
 
     // Carves its buffers from `arena` (of arena_bytes()); `team_size` threads will call the members together.
     AmxEngine(int64_t n, int64_t m, int team_size, char* arena) : n_(n), m_(m) {
@@ -140,10 +140,11 @@ class AmxEngine {
         const amx::TileScope tiles;
         alignas(64) float rows[kPanels * 1024];
         Bf16* panels = panels_ + team.rank * panel_elements();
-        const int64_t begin = team.begin(mb_), mine = team.end(mb_) - begin, groups = (mine + kPanels - 1) / kPanels;
+        const int64_t begin = team.begin(mb_), mine = team.end(mb_) - begin;
+        const int64_t groups = (mine + group_panels() - 1) / group_panels();
         for (int64_t group = 0; group < groups; ++group) {
             const int64_t j0 = begin + mine * group / groups, j1 = begin + mine * (group + 1) / groups;
-            const int64_t panel_piece = kPanels * nb_ * amx::kBlockSize;
+            const int64_t panel_piece = group_panels() * nb_ * amx::kBlockSize;
             for (int64_t k = 0; k < nb_; ++k)
                 for (int64_t j = j0; j < j1; ++j)
                     for (int p = 0; p < P; ++p)
@@ -171,11 +172,13 @@ class AmxEngine {
         x_piece_ = nb_ * mb_ * amx::kBlockSize;
         piece_ = nb_ * nb_ * amx::kBlockSize;
     }
-    // Block columns handled at a time: all up to 32 (1024 elements), else 12, as many as accumulate in tiles at a
-    // stretch.
-    static int64_t chunk(int64_t blocks) { return blocks <= 32 ? blocks : 12; }
-    int64_t panel_elements() const { return P * kPanels * nb_ * amx::kBlockSize; }
-    int64_t partial_bytes() const { return std::max(nb_, mb_) > 32 ? nb_ * kStripe * 1024 * 4 : 0; }
+    // Block columns of a symmetric product handled at a time: all while a stripe's right operand is at most 1 MB, else
+    // 12, as many as accumulate in tiles at a stretch.
+    static int64_t chunk(int64_t blocks) { return blocks * P <= 64 ? blocks : 12; }
+    // Panels of a group of the update: up to 1 MB.
+    int64_t group_panels() const { return std::clamp<int64_t>(512 / (nb_ * P), 4, kPanels); }
+    int64_t panel_elements() const { return P * group_panels() * nb_ * amx::kBlockSize; }
+    static int64_t partial_bytes() { return kRows * kStripe * 1024 * 4; }
     int64_t transposed_elements() const { return P * kStripe * chunk(mb_) * amx::kBlockSize; }
     int64_t transposed_bytes() const { return 2 * transposed_elements() * 2; }
 
@@ -187,8 +190,8 @@ class AmxEngine {
         alignas(64) float rows[kStripe * 1024];
         const int64_t chunk = this->chunk(kb);
         int buffer = 0;
-        for (int64_t j0 = 0; j0 < nb_; j0 += kStripe) {
-            const int64_t j1 = std::min(j0 + kStripe, nb_);
+        for (int64_t j0 = 0, i0 = 0; j0 < nb_;) {
+            const int64_t j1 = std::min(j0 + kStripe, nb_), i1 = std::min(i0 + kRows, nb_);
             for (int64_t k0 = 0; k0 < kb; k0 += chunk) {
                 const int64_t k1 = std::min(k0 + chunk, kb), blocks = k1 - k0;
                 const bool first = k0 == 0, last = k1 == kb;
@@ -209,12 +212,12 @@ class AmxEngine {
                     team.wait();
                     buffer ^= 1;
                 }
-                for (int64_t i = j0; i < nb_; ++i) {
+                for (int64_t i = i0; i < i1; ++i) {
                     // Rows are dealt in snake order: the first few of a stripe are short.
-                    const int64_t turn = (i - j0) / team.size, seat = (i - j0) % team.size;
+                    const int64_t turn = (i - i0) / team.size, seat = (i - i0) % team.size;
                     if ((turn % 2 ? team.size - 1 - seat : seat) != team.rank) continue;
                     const int64_t panels = std::min(j1, i + 1) - j0;
-                    float* c = first && last ? rows : partial_ + i * kStripe * 1024;
+                    float* c = first && last ? rows : partial_ + (i - i0) * kStripe * 1024;
                     if constexpr (kBuild)
                         amx::multiply_row<P>(left + (i * kb + k0) * amx::kBlockSize, left_piece, built,
                                              chunk * amx::kBlockSize, right_piece, blocks, panels, c, !first);
@@ -226,6 +229,8 @@ class AmxEngine {
                     for (int64_t j = 0; j < panels; ++j) finish_symmetric(e, c + j * 1024, i, j0 + j);
                 }
             }
+            i0 = i1;
+            if (i0 == nb_) i0 = j0 = j1;
         }
     }
 
