@@ -10,8 +10,8 @@
 //
 // One kernel serves the optimizers' in-place step and the pure ops, which are a step with shrink 0 and step -1 into
 // fresh memory. Matrices are strided views; nothing is written before all of a matrix's gradient has been read.
-// Results do not depend on the number of threads, on the other matrices of the call, or on orientation: the result of
-// a transposed view is the transpose of the result, bit for bit.
+// Results do not depend on the number of threads or on the other matrices of the call, and a tall matrix gives the
+// transpose of what its wide transpose gives, bit for bit.
 #pragma once
 
 #include <cstdint>
