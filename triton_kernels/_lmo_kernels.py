@@ -60,7 +60,7 @@ def amax_kernel(
 @triton.jit
 def scale_kernel(
     g_ptr, m_ptr, table_ptr, amax_ptr, carry_ptr, x_ptr, momentum: tl.float64,
-    n, m, n_pad, m_pad, g_batch, g_row, g_col, m_row, m_col, x_batch, x_row, x_col, x_lo,
+    n, m, n_pad, m_pad, g_batch, g_row, g_col, m_row, m_col, x_batch, x_row, x_col, x_lo: tl.int64,
     NESTEROV: tl.constexpr, SPLIT: tl.constexpr, SIDE: tl.constexpr,
 ):  # fmt: skip
     """carry, x <- d scaled by a power of two to amax in [1, 2), zero-padded."""
@@ -134,7 +134,8 @@ def residual_kernel(
 def symmetric_kernel(
     a_ptr, b_ptr, p_ptr, d_ptr, q_ptr, scale_ptr, done_ptr, partial_ptr,
     alpha: tl.float64, beta: tl.float64, diagonal: tl.float64,
-    n, k, a_batch, a_row, a_col, b_batch, b_row, b_col, d_batch, d_row, d_col, a_lo, b_lo, d_lo,
+    n, k, a_batch, a_row, a_col, b_batch, b_row, b_col, d_batch, d_row, d_col,
+    a_lo: tl.int64, b_lo: tl.int64, d_lo: tl.int64,
     PARTIAL: tl.constexpr, SPLIT: tl.constexpr, PRECISION: tl.constexpr, SIDE: tl.constexpr, BK: tl.constexpr,
 ):  # fmt: skip
     """D = alpha s P + beta s^2 A B^T (n x n, symmetric), Q = D + diagonal I; P, D, Q share strides.
@@ -208,7 +209,8 @@ def update_kernel(
     q_ptr, x_ptr, carry_ptr, next_carry_ptr, y_ptr, out_ptr, table_ptr, scale_ptr, done_ptr,
     alpha: tl.float64, shrink: tl.float64, step: tl.float64, seed: tl.int64,
     n, m, k, out_n, out_m, q_batch, q_row, q_col, x_batch, x_row, x_col,
-    out_batch, out_row, out_col, element_row, element_col, q_lo, x_lo, STOCHASTIC: tl.constexpr,
+    out_batch, out_row, out_col, element_row, element_col,
+    q_lo: tl.int64, x_lo: tl.int64, STOCHASTIC: tl.constexpr,
     SPLIT: tl.constexpr, PRECISION: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
 ):  # fmt: skip
     """X' = s (alpha X + Q X), s = scale[batch]; k is n, or 0 for no product; X' = s X where a matrix is done.

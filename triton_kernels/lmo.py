@@ -85,7 +85,7 @@ COMPUTE = {
 
 # compute: rows (largest n, symmetric (side, depth, warps), update (rows, columns, depth, warps)).
 _SMALL = (32, (32, 32, 4), (32, 64, 32, 4))
-_HALF = (_SMALL, (1023, (64, 64, 4), (64, 128, 64, 4)), (math.inf, (128, 64, 8), (128, 128, 64, 8)))
+_HALF = (_SMALL, (1023, (64, 64, 4), (64, 128, 64, 8)), (math.inf, (128, 64, 8), (128, 128, 64, 8)))
 BLOCKS = {
     "float64": ((32, (32, 16, 4), (32, 32, 16, 4)), (math.inf, (64, 16, 8), (64, 64, 16, 8))),
     "float32": (_SMALL, (math.inf, (64, 32, 8), (64, 64, 32, 8))),
@@ -429,6 +429,9 @@ def _entries(weights, grads, momenta, members):
 
 
 def _vector_step(w, g, m, norm, shrink, step, momentum, nesterov, seed, tensor):
+    if w.is_cuda and hasattr(torch.ops.pyops, "vector_step_"):  # the CUDA kernels: one pass, no u in memory
+        torch.ops.pyops.vector_step_(w, g, m, norm, shrink, step, momentum, nesterov, 1.0, seed, tensor)
+        return
     d = g
     if m is not None:
         wide = torch.promote_types(torch.promote_types(m.dtype, g.dtype), torch.float32)

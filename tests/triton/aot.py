@@ -54,7 +54,7 @@ class Launch:
 
 @contextlib.contextmanager
 def record(arch):
-    """Yields a list that receives each distinct kernel launched inside, as specialised for `arch`; none runs."""
+    """Yields a list that receives each distinct kernel launched inside, as specialised for `arch`."""
     target, _ = TARGETS[arch]
     backend = make_backend(target)
     launches, seen = [], set()

@@ -19,7 +19,7 @@ def interpreter():
 
 @pytest.fixture(params=["interpreter", pytest.param("cuda", marks=pytest.mark.gpu)])
 def run(request):
-    """`run(function, *args)` -> (result, args afterwards), by the interpreter, and on a GPU where there is one."""
+    """`run(function, *args)` -> (result, args afterwards), by the interpreter and, if there is one, a GPU."""
     if request.param == "cuda":
         return interp.Device().run
     return request.getfixturevalue("interpreter").run

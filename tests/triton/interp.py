@@ -93,8 +93,8 @@ def _patch_once():
 
 
 def _repair_bfloat16():
-    """The interpreter keeps bfloat16 as bit patterns, multiplies the patterns in tl.dot, and converts from and
-    to float64 as if they were integers; its float32 conversion does not round to even. A GPU does none of that.
+    """The interpreter keeps bfloat16 as bit patterns, multiplies the patterns in tl.dot, converts from and to
+    float64 as if they were integers, and does not round to even on the way from float32. A GPU does.
     """
     import numpy as np
     import triton.language as tl

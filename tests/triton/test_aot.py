@@ -82,8 +82,9 @@ SLOW = [
     *((normalisations, dtype) for dtype in ("float64", "bfloat16", "float16")),
     *((step, dtype, n) for dtype in DTYPES for n in (64, 512)),
 ]
-# (kernel, architecture): (most that may be spilled per thread, why).
-SPILLS = {}
+# Bytes per thread that the epilogue of a 128 x 128 tile may spill: outside the loop over k, once per tile. It
+# holds 64 sums a thread and, for weights, the old weights and random bits; for bf16x3 the four values stored.
+EPILOGUE = {"update_kernel": 512, "symmetric_kernel": 256}
 
 
 def title(case):
@@ -108,7 +109,7 @@ def test_compiles_within_the_bounds(arch, case):
         compiled = item.compile()
         used = aot.usage(compiled)
         print(f"{item.name:20} {used.registers:9} {used.spilled:8} {used.shared:7}")
-        if used.spilled > SPILLS.get((item.name, arch), (0,))[0]:
+        if used.spilled > (EPILOGUE.get(item.name, 0) if arguments[-1] == 2048 else 0):
             wrong.append(f"{item.name} spills {used.spilled}")
         if used.shared > shared:
             wrong.append(f"{item.name} wants {used.shared} bytes of shared memory, {arch} has {shared}")
