@@ -251,7 +251,7 @@ def main(
 
     matplotlib.use("Agg")
     # A polite kill ends like Ctrl-C does: workers stopped, finished runs kept.
-    signal.signal(signal.SIGTERM, lambda *_: signal.raise_signal(signal.SIGINT))
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         study(report)
         report.write()

@@ -77,6 +77,8 @@ def toy(tmp_path):
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
+            # A test run in the background of a script ignores Ctrl-C and hands that down.
+            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
         )
         if not wait:
             return process
