@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import importlib.util
 import os
+import platform
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -40,8 +41,13 @@ def load() -> bool:
             stacklevel=2,
         )
         return False
-    from pyops import _C  # links libpyops.so, whose static initialisers register the ops
-
+    try:
+        from pyops import _C  # links libpyops.so, whose static initialisers register the ops
+    except ImportError as error:
+        raise ImportError(
+            f"pyops is built, but not for Python {platform.python_version()} with torch {torch.__version__}: "
+            f"{error}. Build it again with `pip install --no-build-isolation .`"
+        ) from error
     _C.cpu_info()  # reads PYOPS_CPU_ISA, so that a wrong value is reported here and not inside a kernel
     return True
 

@@ -198,6 +198,13 @@ def test_without_the_library_the_reference_serves_and_says_so_once(python_only):
     assert result.stderr.count("plain torch reference") == 1
 
 
+def test_a_build_for_another_python_says_so(python_only):
+    (python_only / "pyops" / "lib").mkdir()
+    (python_only / "pyops" / "lib" / "libpyops.so").touch()
+    result = run(sys.executable, "-c", "import pyops", cwd=python_only)
+    assert "ImportError: pyops is built, but not for Python" in result.stderr.strip().splitlines()[-1]
+
+
 def test_without_the_library_strict_refuses(python_only):
     script = "import torch, pyops; pyops.polar(torch.eye(3))"
     result = run(sys.executable, "-W", "ignore", "-c", script, cwd=python_only, PYOPS_STRICT="1")
