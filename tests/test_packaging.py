@@ -5,6 +5,7 @@ import re
 import shutil
 import subprocess
 import sys
+from importlib.machinery import EXTENSION_SUFFIXES
 from pathlib import Path
 
 import pytest
@@ -201,6 +202,7 @@ def test_without_the_library_the_reference_serves_and_says_so_once(python_only):
 def test_a_build_for_another_python_says_so(python_only):
     (python_only / "pyops" / "lib").mkdir()
     (python_only / "pyops" / "lib" / "libpyops.so").touch()
+    (python_only / "pyops" / f"_C{EXTENSION_SUFFIXES[0]}").touch()
     result = run(sys.executable, "-c", "import pyops", cwd=python_only)
     assert "ImportError: pyops is built, but not for Python" in result.stderr.strip().splitlines()[-1]
 
