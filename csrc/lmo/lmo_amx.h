@@ -43,6 +43,8 @@ class AmxEngine {
     // of alpha X, where the slopes a_j of the later steps would amplify it at small singular values (10x in the error
     // of rank-deficient input, for 2 n m bytes per update).
     static constexpr int kStored = P == 1 ? 2 : P;
+    // How far the Gram form may let rounding errors of R grow: with u = 2^-9 for bf16, to 0.3.
+    static constexpr double kGrowthLimit = P == 1 ? 150 : 2000;
     static constexpr int64_t kPanels = 16, kStripe = 8, kRows = 32, kDiagonals = 6;
 
     // Carves its buffers from `arena` (of arena_bytes()); `team_size` threads will call the members together.

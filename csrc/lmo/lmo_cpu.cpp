@@ -365,13 +365,24 @@ class Iteration {
         return {static_cast<T>(p[0] * scale), static_cast<T>(p[1] * cube), static_cast<T>(p[2] * cube * scale * scale)};
     }
 
-    // The step after which X is formed again, for a segment that starts after `start` steps. By default three steps and
-    // then two at a time: a longer segment, or one of three later on, loses small singular values to the rounding of R.
+    // The step after which X is formed again, for a segment that starts after `start` steps. Rounding gives R
+    // eigenvalues of down to -u |R|_F where X has small singular values, and an update of R multiplies them by a^2,
+    // until the polynomial diverges on them: a segment is three steps, or fewer where the engine's precision calls for
+    // it.
     int64_t segment_end(int64_t start) const {
-        if (plan_.restart_count == 0) return start == 0 ? 3 : start + 2;
-        const int64_t* end = plan_.restarts + plan_.restart_count;
-        const int64_t* next = std::upper_bound(plan_.restarts, end, start);
-        return next == end ? plan_.steps : *next;
+        if (plan_.restart_count > 0) {
+            const int64_t* end = plan_.restarts + plan_.restart_count;
+            const int64_t* next = std::upper_bound(plan_.restarts, end, start);
+            return next == end ? plan_.steps : *next;
+        }
+        double growth = 1;
+        int64_t end = start + 1;
+        for (; end < std::min(start + 3, plan_.steps); ++end) {
+            const double a = plan_.coefficients[3 * (end - 1)];
+            growth *= a * a;
+            if (growth > Engine::kGrowthLimit) break;
+        }
+        return end;
     }
 
     // R = X X^T, and the coefficients of step j.
