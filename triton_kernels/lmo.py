@@ -144,7 +144,7 @@ class Iteration:
     """The work buffers of one batch and the launches on them."""
 
     def __init__(self, source: Source, target: Target, compute: str, eps: float):
-        self.source, self.target, self.name = source, target, compute
+        self.source, self.target = source, target
         self.compute, g = COMPUTE[compute], source.g
         self.batch, self.n, self.m = source.batch, g.shape[-2], g.shape[-1]
         self.np, self.mp = (self.n if self.n == 1 else _pad(self.n)), _pad(self.m)
@@ -363,9 +363,10 @@ def polar(
 def _table(rows: tuple[tuple[int, ...], ...], device: torch.device) -> torch.Tensor:
     """One row per matrix: addresses of weight, gradient and momentum, its tensor's stream, its first index.
 
-    Cached, since parameters stay where they are: a step copies nothing to the device after the first.
+    Cached, since parameters mostly stay where they are; a copy from pinned memory does not wait either.
     """
-    return torch.tensor(rows, dtype=torch.int64, device=device)
+    table = torch.tensor(rows, dtype=torch.int64)
+    return table.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else table.to(device)
 
 
 def _layout(x: torch.Tensor) -> tuple:

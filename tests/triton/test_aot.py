@@ -32,9 +32,10 @@ def adaptive(compute, n):
 
 
 def normalisations(dtype):
-    """No step at all, the sharper norm, and an input dtype other than the operands'."""
+    """No step at all, one row, the sharper norm, and an input dtype other than the operands'."""
     g = meta(2, 100, 333, dtype=DTYPES[dtype])
     lmo.polar(g, [], [], "auto", "bfloat16", "fro", 1e-7, -1.0, 0, False)
+    lmo.polar(meta(2, 333, 1), NS4, [], "auto", "float32", "fro", 0.0, -1.0, 0, True)
     lmo.polar(
         g,
         NS4[:3],
@@ -82,9 +83,17 @@ SLOW = [
     *((normalisations, dtype) for dtype in ("float64", "bfloat16", "float16")),
     *((step, dtype, n) for dtype in DTYPES for n in (64, 512)),
 ]
-# Bytes per thread that the epilogue of a 128 x 128 tile may spill: outside the loop over k, once per tile. It
-# holds 64 sums a thread and, for weights, the old weights and random bits; for bf16x3 the four values stored.
-EPILOGUE = {"update_kernel": 512, "symmetric_kernel": 256}
+# (kernel, case): bytes per thread that may spill. All are in the epilogue, once per tile, outside the loop over
+# k: a 128 x 128 tile leaves 64 sums a thread, to which weights add old weights and random bits, and bf16x3 and
+# the form that also stores Q add values to store. Triton 3.6 spills where later versions do not.
+SPILLS = {
+    ("update_kernel", "step-bfloat16-2048"): 512,
+    ("symmetric_kernel", "polar-bf16x3-2048"): 256,
+    ("symmetric_kernel", "polar-bfloat16-2048"): 256,
+    ("symmetric_kernel", "polar-float16-2048"): 256,
+    ("symmetric_kernel", "polar-float64-512"): 16,
+    ("symmetric_kernel", "adaptive-float64-512"): 16,
+}
 
 
 def title(case):
@@ -109,7 +118,7 @@ def test_compiles_within_the_bounds(arch, case):
         compiled = item.compile()
         used = aot.usage(compiled)
         print(f"{item.name:20} {used.registers:9} {used.spilled:8} {used.shared:7}")
-        if used.spilled > (EPILOGUE.get(item.name, 0) if arguments[-1] == 2048 else 0):
+        if used.spilled > SPILLS.get((item.name, title(case)), 0):
             wrong.append(f"{item.name} spills {used.spilled}")
         if used.shared > shared:
             wrong.append(f"{item.name} wants {used.shared} bytes of shared memory, {arch} has {shared}")

@@ -243,7 +243,7 @@ def test_residual_is_that_of_the_result(run, compute, form):
     )
 
 
-@pytest.mark.parametrize(("compute", "tol"), [("float64", 1e-9), ("float32", 1e-4), ("bfloat16", 4e-2)])
+@pytest.mark.parametrize(("compute", "tol"), [("float64", 1e-9), ("float32", 1e-4), ("bfloat16", 3e-2)])
 def test_adaptive_stops_each_matrix_by_its_own_residual(run, compute, tol):
     g = torch.randn(3, 24, 60, dtype=torch.float64)
     g[0] = torch.linalg.qr(g[0].mT).Q.mT
