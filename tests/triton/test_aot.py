@@ -83,9 +83,10 @@ SLOW = [
     *((normalisations, dtype) for dtype in ("float64", "bfloat16", "float16")),
     *((step, dtype, n) for dtype in DTYPES for n in (64, 512)),
 ]
-# (kernel, case): bytes per thread that may spill. All are in the epilogue, once per tile, outside the loop over
-# k: a 128 x 128 tile leaves 64 sums a thread, to which weights add old weights and random bits, and bf16x3 and
-# the form that also stores Q add values to store. Triton 3.6 spills where later versions do not.
+# (kernel, case): bytes per thread that may spill. All are in the epilogue, once per tile, outside the
+# loop over k: a 128 x 128 tile leaves 64 sums a thread, to which weights add old weights and random bits,
+# and bf16x3 and the form that also stores Q add values to store. Triton 3.6 spills where later versions
+# do not.
 SPILLS = {
     ("update_kernel", "step-bfloat16-2048"): 512,
     ("symmetric_kernel", "polar-bf16x3-2048"): 256,
