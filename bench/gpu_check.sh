@@ -75,7 +75,7 @@ export -f sanitizer
 export python dry logs
 
 if [ "$dry" = yes ]; then
-  part machine 60 "$python" -m pyops info
+  part machine 120 "$python" -m pyops info
   part build 400 env PYOPS_CUDA=0 "$python" setup.py build_ext --inplace
   part tests 600 "$python" -m pytest -q -m "gpu or not slow" tests/cuda tests/triton
   part memcheck 60 bash -c 'sanitizer memcheck --only directions --only step'
