@@ -26,8 +26,8 @@ BF16_ERROR, SPLIT_ERROR, FLOAT32_ERROR = 5e-2, 1e-4, 2e-5
 def polar_flops(rows: int, cols: int, steps: int = STEPS) -> float:
     """The least flops for `steps` steps by a form that is safe in bf16, symmetric products at half price.
 
-    Direct, per step: X X^T (n^2 m), A^2 (n^3), times X (2 n^2 m). In Gram space, in segments of three steps: 3 n^2 m
-    per segment, and 4 n^3 per step less 3 n^3 per segment.
+    Direct, per step: X X^T (n^2 m), A^2 (n^3), times X (2 n^2 m). In Gram space, in segments of three steps:
+    3 n^2 m per segment, and 4 n^3 per step less 3 n^3 per segment.
     """
     n, m = sorted((rows, cols))
     segments = math.ceil(steps / 3)
