@@ -178,8 +178,12 @@ def readme_table(options: argparse.Namespace) -> int:
     if not source.exists():
         print(f"bench: {source} does not exist; run `python -m pyops bench` first", file=sys.stderr)
         return 2
-    table = report.markdown(json.loads(source.read_text()))
+    data = json.loads(source.read_text())
+    table = report.markdown(data)
     print(table)
+    if options.update_readme and data["scale"] != "full":
+        print(f"bench: the README takes a full run, {source} is a {data['scale']} one", file=sys.stderr)
+        return 2
     if options.update_readme:
         report.update_readme(HERE.parent / "README.md", table)
     return 0

@@ -305,7 +305,11 @@ def test_readme_table_goes_between_its_markers(toy, tmp_path, capsys, monkeypatc
     assert harness.main(["--markdown", "--out", str(tmp_path)]) == 0
     table = capsys.readouterr().out
     assert "| double 64 | slow |" in table and "stale row" in readme.read_text()
-    assert harness.main(["--markdown", "--update-readme", "--out", str(tmp_path)]) == 0
+    update = ["--markdown", "--update-readme", "--out", str(tmp_path)]
+    assert harness.main(update) == 2 and "stale row" in readme.read_text()  # a toy run is nothing to publish
+    data = json.loads((tmp_path / "bench.json").read_text())
+    report.write_json({**data, "scale": "full"}, tmp_path / "bench.json")
+    assert harness.main(update) == 0
     text = readme.read_text()
     assert text.startswith("before\n<!-- perf -->\n| case |") and text.endswith("<!-- /perf -->\nafter\n")
     assert "stale row" not in text
