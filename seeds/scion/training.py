@@ -136,9 +136,8 @@ def train(run: Run, tick) -> dict:
     lr = 2.0**run.log2_lr
     model = GPT(VOCABULARY, run.width, run.depth, HEAD_DIM).to(getattr(torch, run.dtype))
     if run.optimizer == "scion":
-        # The direct form rounds least, and at these sizes its products cost next to nothing.
         half = {"stochastic_rounding": run.dtype != "float32", "seed": run.seed}
-        optimizer = scion(model, lr, alpha=run.alpha, light=run.light, form="direct", **half)
+        optimizer = scion(model, lr, alpha=run.alpha, light=run.light, **half)
     else:
         optimizer = adamw(model, lr, run.init)
     rate = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: schedule(step, run.steps))
