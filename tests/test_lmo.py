@@ -225,7 +225,7 @@ def direction_case(name, norm, factor, formula, shape=(3, 40, 70), **changes):
         oracle=lambda x: -2.0 * factor(x) * formula(x) if x.numel() else x.clone(),
         shapes=(shape,),
         small=((*shape[:1], 4, 5),),
-        gate=lambda dtype: 4 * UNIT[dtype],
+        gate=lambda dtype: 8 * UNIT[dtype],
         second="works",
         gradient_gate=lambda dtype: 1e-6 + 2 * UNIT[dtype],
         **changes,

@@ -63,11 +63,34 @@ def test_error_on_spectra(compute, scheme, form, spectrum):
 @pytest.mark.parametrize("spectrum", ["cond 1e3", "cond 1e6", "rank n/4"])
 def test_bfloat16_error_on_hard_input(spectrum, scheme):
     """Far below torch's own iteration, whose NS5 errs by 0.2 on rank n/4: X is carried for two steps."""
-    bounds = {NS5: 0.06, PE5: 0.15, PE6: 0.2, PE8: 0.6}
+    bounds = {NS5: 0.08, PE5: 0.15, PE6: 0.2, PE8: 0.6}
     for shape in ((128, 128), (256, 1024), (200, 64)):
         g = oracle.with_singular_values(oracle.spectrum(spectrum, min(shape)), *shape).float()
         result = run(g, scheme, "bfloat16")
         assert_close(result, oracle.polar(g, pyops.polar_coefficients(*scheme)), bounds[scheme])
+
+
+GRADIENT_LIKE = {
+    "heavy tails": lambda n, m: torch.distributions.StudentT(1.0).sample((n, m)),
+    "one direction": lambda n, m: torch.outer(torch.randn(n), torch.randn(m)) + 1e-3 * torch.randn(n, m),
+    "few rows": lambda n, m: torch.randn(n, m) * torch.where(torch.arange(n) < 3, 1.0, 1e-4)[:, None],
+    "two equal rows": lambda n, m: torch.cat(
+        [torch.randn(1, m) + 0.1 * torch.randn(2, m), 1e-4 * torch.randn(n - 2, m)]
+    ),
+    "rank 4": lambda n, m: torch.randn(n, 4) @ torch.randn(4, m),
+}
+
+
+@pytest.mark.parametrize("compute", ["bfloat16", "bf16x3", "float32"])
+@schemes
+@pytest.mark.parametrize("kind", GRADIENT_LIKE)
+def test_gram_form_holds_on_spectra_of_gradients(compute, scheme, kind):
+    """Rounding gives the Gram matrix small negative eigenvalues, on which too long a segment diverges."""
+    rows = pyops.polar_coefficients(*scheme)
+    g = GRADIENT_LIKE[kind](64, 256)
+    exact = oracle.polar(g, rows)
+    direct, gram = (relative_error(run(g, scheme, compute, form=form), exact) for form in ("direct", "gram"))
+    assert gram < max(5 * direct, oracle.gate(compute, rows, "gram", conditioned=True))
 
 
 @schemes

@@ -3,8 +3,9 @@
 Every function up to the coefficients has the schema of the op of its name and serves where no kernel does.
 
 ``compute`` names the arithmetic of the matrix products: operands of "bfloat16" are rounded to bfloat16 and
-accumulated in float32, "bf16x3" splits each operand in two bfloat16 parts and adds the three largest
-products, "float32" and "float64" are what they say.
+accumulated in float32 (but the first steps and the Gram form are in float32, which is no less accurate),
+"bf16x3" splits each operand in two bfloat16 parts and adds the three largest products, "float32" and
+"float64" are what they say.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-CARRIED_STEPS = 2  # bfloat16: X stays float32 for this many steps, which protects the small singular values
+CARRIED_STEPS = 2  # bfloat16: this many steps in float32, since they amplify the rounding of X the most
 
 
 def without_autocast(function: Callable) -> Callable:
@@ -69,7 +70,8 @@ def normalized(x: Tensor, dims: Sequence[int], eps: float) -> tuple[Tensor, Tens
     """x / max(||x||, eps) with 0/0 = 0; also the scaled norm, its power of two, and where x is not finite."""
     scale, bad = power_of_two(x, dims)
     scaled = x / scale
-    norm = torch.linalg.vector_norm(scaled, dim=dims, keepdim=True).clamp(min=eps / scale)
+    floor = torch.full_like(scale, eps) / scale  # eps / scale would go through 1 / scale, which may overflow
+    norm = torch.linalg.vector_norm(scaled, dim=dims, keepdim=True).clamp(min=floor)
     return scaled / torch.where(norm > 0, norm, torch.ones_like(norm)), norm, scale, bad
 
 
@@ -86,8 +88,10 @@ def iterate_direct(x, rows, compute, normalize, tol, min_steps):
     """X <- a X + (b A + c A^2) X with A = X X^T; returns X and how many steps each matrix took."""
     active = torch.ones(x.shape[:-2], dtype=torch.bool, device=x.device)
     used = torch.zeros(x.shape[:-2], dtype=torch.int64, device=x.device)
+    asked = compute
     for j, (a, b, c) in enumerate(rows):
-        carried = stored(x, compute) if j >= CARRIED_STEPS else x
+        compute = "float32" if asked == "bfloat16" and j < CARRIED_STEPS else asked
+        carried = stored(x, compute)
         gram = product(x, x.mT, compute)
         if j == 0 and normalize == "schatten4":
             factor = schatten4_factor(gram)
@@ -106,7 +110,11 @@ def iterate_direct(x, rows, compute, normalize, tol, min_steps):
 
 
 def iterate_gram(x, rows, restarts, compute, normalize):
-    """The same polynomial on R = X X^T (n x n), with Q collecting the factors; X <- Q X at each restart."""
+    """The same polynomial on R = X X^T (n x n), with Q collecting the factors; X <- Q X at each restart.
+
+    In float32 for "bfloat16": with rounded factors it diverges on rank-deficient input.
+    """
+    compute = "float32" if compute == "bfloat16" else compute
     r = q = None
     restarts = restarts or range(1, len(rows), 2)
     for j, (a, b, c) in enumerate(rows):
@@ -115,10 +123,9 @@ def iterate_gram(x, rows, restarts, compute, normalize):
             if j == 0 and normalize == "schatten4":
                 factor = schatten4_factor(r)
                 x, r = x * factor, r * factor.square()
-        r = stored(r, compute)
-        z = stored(b * r + c * product(r, r, compute), compute)
+        z = b * r + c * product(r, r, compute)
         eye = torch.eye(r.shape[-1], dtype=r.dtype, device=r.device)
-        q = stored(z + a * eye if q is None else a * q + product(q, z, compute), compute)
+        q = z + a * eye if q is None else a * q + product(q, z, compute)
         if j + 1 in restarts or j + 1 == len(rows):
             x, r, q = product(q, x, compute), None, None
             continue
@@ -145,20 +152,22 @@ def polar(g, coefficients, restarts, form, compute, normalize, eps, tol, min_ste
         return torch.empty_like(g, memory_format=torch.contiguous_format), *(empty if report else nothing)
     tall = g.shape[-2] > g.shape[-1]
     wide = (g.mT if tall else g).to(working_dtype(g)).contiguous()
+    wide = wide.reshape(-1, *wide.shape[-2:])  # one batch dimension, so that a matrix alone is computed alike
     vector = wide.shape[-2] == 1 and len(rows) > 0
     x, _, _, bad = normalized(wide, (-2, -1), 0.0 if vector else eps)
     x = x.to(torch.float64 if compute == "float64" else torch.float32)
-    used = torch.full(batch, 0 if tol >= 0 else len(rows), dtype=torch.int64, device=g.device)
+    used = torch.full(x.shape[:-2], 0 if tol >= 0 else len(rows), dtype=torch.int64, device=g.device)
     if form == "gram" and tol < 0 and not vector:
         x = iterate_gram(x, rows, restarts, compute, normalize)
     elif not vector:
         x, used = iterate_direct(x, rows, compute, normalize, tol, min_steps)
     x = x.masked_fill(bad, math.nan)
-    p = (x.mT if tall else x).to(g.dtype).contiguous()
+    p = (x.mT if tall else x).to(g.dtype).contiguous().view(g.shape)
     if not report:
         return p, *nothing
     gram = product(x, x.mT, compute)
-    return p, idempotency(gram, product(gram, gram, compute)).to(working_dtype(g)), used
+    residual = idempotency(gram, product(gram, gram, compute)).to(working_dtype(g))
+    return p, residual.view(batch), used.view(batch)
 
 
 @without_autocast
@@ -194,7 +203,9 @@ def polar_backward(grad, g, coefficients, normalize, eps, steps):
         d_factor = (z * start).sum((-2, -1), keepdim=True)
         z = factor * z - d_factor * factor.pow(5) * (start_gram @ start)
     inside = (z * start).sum((-2, -1), keepdim=True) * start
-    free = norm > eps / scale  # ||g|| > eps: the normalisation takes the radial part away
+    free = (
+        norm > torch.full_like(scale, eps) / scale
+    )  # ||g|| > eps: the normalisation takes the radial part away
     z = torch.where(free, z - inside, z) / torch.where(norm > 0, norm, torch.ones_like(norm)) / scale
     z = z.masked_fill(norm == 0, 0.0).masked_fill(bad, math.nan)
     return (z.mT if tall else z).to(g.dtype).contiguous()
@@ -245,7 +256,7 @@ def unit_direction(g, norm, scale):
     """scale * (sign(g), or g over the norm of its column, row or matrix); zero norms give zero."""
     if g.numel() == 0:
         return torch.empty_like(g, memory_format=torch.contiguous_format)
-    x = g.to(working_dtype(g))
+    x = g.to(working_dtype(g)).contiguous()  # sums in one order, whatever the strides
     if norm == "sign":
         u = torch.where(x.isnan(), x, x.sign())
     else:
@@ -310,7 +321,9 @@ def lmo_step_(weights, grads, momenta, norm, shrinks, steps, momentum, nesterov,
         else:
             u = unit_direction(d.to(working_dtype(d)), norm, 1.0)
         wide = working_dtype(w)
-        value = shrinks[i] * w.to(wide) - steps[i] * u.to(wide)
+        value = -steps[i] * u.to(wide)
+        if shrinks[i] != 0:  # 0 W is 0, whatever W holds
+            value += shrinks[i] * w.to(wide)
         if seed >= 0 and w.dtype in (torch.bfloat16, torch.float16):
             value = stochastic_round(value, w.dtype, random_bits(w.shape, seed, i, w.device))
         w.copy_(value)
