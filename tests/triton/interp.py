@@ -77,8 +77,10 @@ def _start():
 def _patch_once():
     """The interpreter patches triton.language anew in every call of a device function, a fifth of its time.
 
-    This process does nothing but interpret: each module is patched once and stays so.
+    This process does nothing but interpret: each module is patched once and stays so. Triton 3.6 turns arrays
+    of one element into loop bounds in a way that numpy 2.4 refuses.
     """
+    import triton.language as tl
     from triton.runtime import interpreter
 
     patch, seen = interpreter._patch_lang, set()
@@ -87,6 +89,7 @@ def _patch_once():
         if fn.__module__ not in seen:
             seen.add(fn.__module__)
             patch(fn)
+            tl.tensor.__index__ = lambda self: int(self.handle.data.squeeze())
         return interpreter._LangPatchScope()
 
     interpreter._patch_lang = patch_lang
