@@ -63,7 +63,7 @@ def test_error_on_spectra(compute, scheme, form, spectrum):
 @pytest.mark.parametrize("spectrum", ["cond 1e3", "cond 1e6", "rank n/4"])
 def test_bfloat16_error_on_hard_input(spectrum, scheme):
     """Far below torch's own iteration, whose NS5 errs by 0.2 on rank n/4: X is carried for two steps."""
-    bounds = {NS5: 0.08, PE5: 0.15, PE6: 0.2, PE8: 0.6}
+    bounds = {NS5: 0.12, PE5: 0.15, PE6: 0.2, PE8: 0.6}
     for shape in ((128, 128), (256, 1024), (200, 64)):
         g = oracle.with_singular_values(oracle.spectrum(spectrum, min(shape)), *shape).float()
         result = run(g, scheme, "bfloat16")

@@ -116,16 +116,17 @@ def schatten_kernel(partial_ptr, scale_ptr, gram_scale_ptr, count, WIDTH: tl.con
 
 @triton.jit
 def residual_kernel(
-    partial_ptr, residual_ptr, done_ptr, steps_ptr, bound: tl.float64, step, count,
-    MAY_STOP: tl.constexpr, WIDTH: tl.constexpr,
+    partial_ptr, gram_partial_ptr, residual_ptr, done_ptr, steps_ptr, tol: tl.float64, step, count,
+    WIDTH: tl.constexpr,
 ):  # fmt: skip
-    """residual <- ||A^2 - A||_F of a matrix still running; MAY_STOP: done at `step` if within the bound."""
+    """residual <- ||A^2 - A||_F of a matrix still running; with sums of A^2, done at `step` if <= tol ||A||_F."""
     batch, total = row_total(partial_ptr, count, WIDTH)
     if tl.load(done_ptr + batch) == 0:
         residual = tl.sqrt(total)
         tl.store(residual_ptr + batch, residual)
-        if MAY_STOP:  # noqa: SIM102  one is a constant of the compiler, the other not
-            if residual <= bound:
+        if gram_partial_ptr is not None:
+            _, square = row_total(gram_partial_ptr, count, WIDTH)
+            if residual <= tol * tl.sqrt(square):
                 tl.store(done_ptr + batch, 1)
                 tl.store(steps_ptr + batch, tl.full((), step, tl.int64))
 

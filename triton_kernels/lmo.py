@@ -265,11 +265,10 @@ def _iterate(
     flag = done if adaptive else None
     residual = x.empty(x.batch if report else 0, dtype=_working(source.g))
 
-    def measure(partial, step=0, may_stop=False):
-        bound = tol * math.sqrt(x.n)
+    def measure(partial, step=0, gram_partial=None):
         _launch(
-            residual_kernel, x.batch, partial, residual, done, steps, bound, step, partial.shape[1],
-            MAY_STOP=may_stop, WIDTH=WIDTH,
+            residual_kernel, x.batch, partial, gram_partial, residual, done, steps, tol, step, partial.shape[1],
+            WIDTH=WIDTH,
         )  # fmt: skip
 
     worthwhile = x.n >= GRAM_ROWS and x.m >= GRAM_ASPECT * x.n
@@ -278,15 +277,18 @@ def _iterate(
     scale, gram_scale = x.scale, None
     for segment in _segments(len(rows), restarts, gram, schatten):
         single = len(segment) == 1
-        partial = x.partial() if schatten and segment.start == 0 else None
-        r = x.symmetric(x.x, x.x, scale=scale, done=flag, partial=partial, sums="value")
-        if partial is not None:
+        rescale = schatten and segment.start == 0
+        gram_partial = x.partial() if rescale or adaptive else None
+        r = x.symmetric(x.x, x.x, scale=scale, done=flag, partial=gram_partial, sums="value")
+        if rescale:
             gram_scale = torch.empty_like(scale)
-            _launch(schatten_kernel, x.batch, partial, scale, gram_scale, partial.shape[1], WIDTH=WIDTH)
+            _launch(
+                schatten_kernel, x.batch, gram_partial, scale, gram_scale, gram_partial.shape[1], WIDTH=WIDTH
+            )
         q = None
         for j in segment:
             a, b, c = rows[j]
-            checked = adaptive and j >= min_steps
+            checked = adaptive and j >= min_steps and not (schatten and j == 0)
             partial = x.partial() if checked else None
             shifted = a if q is None and not single else None
             z = x.symmetric(
@@ -297,7 +299,7 @@ def _iterate(
             elif not single:
                 q = x.symmetric(q, z, a, q)
             if checked:
-                measure(partial, j, may_stop=True)
+                measure(partial, j, gram_partial)
             if j + 1 < segment.stop:
                 t = x.symmetric(r, z, a, r)
                 r = x.symmetric(z, t, a, t)
@@ -334,7 +336,7 @@ def polar(
         normalize: "fro", or "schatten4": also divide by ||A||_F^(1/2) in step 1.
         eps: lower limit of the norm that g is divided by.
         tol, min_steps: tol >= 0 makes the direct form stop a matrix, after min_steps or more steps, as
-            soon as ||A^2 - A||_F <= tol sqrt(min(rows, cols)).
+            soon as ||A^2 - A||_F <= tol ||A||_F (not before the rescaling of schatten4).
         with_residual: report ||A^2 - A||_F of the result, measured in the operand dtype.
 
     Returns:

@@ -41,8 +41,9 @@ Arena::Arena(int64_t bytes) {
     if (bytes == 0) return;
     Block block;
     {
-        const std::lock_guard lock(mutex);
-        if (kept.bytes >= bytes) block = std::exchange(kept, {});
+        // Never waited for: a child forked while another thread held it would wait forever.
+        const std::unique_lock lock(mutex, std::try_to_lock);
+        if (lock && kept.bytes >= bytes) block = std::exchange(kept, {});
     }
     if (!block.data) block = map(bytes);
     data_ = block.data;
@@ -52,8 +53,8 @@ Arena::Arena(int64_t bytes) {
 Arena::~Arena() {
     Block block{data_, bytes_};
     if (bytes_ <= kKept) {
-        const std::lock_guard lock(mutex);
-        if (bytes_ > kept.bytes) std::swap(block, kept);
+        const std::unique_lock lock(mutex, std::try_to_lock);
+        if (lock && bytes_ > kept.bytes) std::swap(block, kept);
     }
     release(block);
 }

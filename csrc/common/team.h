@@ -12,7 +12,8 @@ namespace pyops::PYOPS_ISA {
 // oversubscribed machine stays usable.
 class Barrier {
   public:
-    explicit Barrier(int members) : members_(members) {}
+    // Before the first wait.
+    void set_members(int members) { members_ = members; }
     void wait() {
         if (members_ == 1) return;
         const uint32_t phase = phase_.load(std::memory_order_relaxed);
@@ -33,7 +34,7 @@ class Barrier {
     }
 
   private:
-    const int members_;
+    int members_ = 1;
     alignas(64) std::atomic<int> arrived_{0};
     alignas(64) std::atomic<uint32_t> phase_{0};
 };

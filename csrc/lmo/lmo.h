@@ -56,7 +56,7 @@ struct LmoPlan {
     Compute compute = Compute::Float32;
     bool schatten4 = false;  // rescale by |X X^T|_F^(1/2) in the first step
     double eps = 0;          // X_0 = d / max(|d|_F, eps)
-    double tolerance = -1;   // >= 0: stop once |A^2 - A|_F <= tolerance sqrt(n), in the direct form
+    double tolerance = -1;  // >= 0: stop once |A^2 - A|_F <= tolerance |A|_F, in the direct form (not before rescaling)
     int64_t min_steps = 0;
 };
 

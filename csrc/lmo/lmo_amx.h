@@ -13,6 +13,8 @@
 // Update, X <- alpha X + Z X, in place: each thread owns a range of column panels and walks it in groups of up to
 //   kPanels whose right-layout copy (up to 1 MB) stays in L2; the last update hands float32 blocks to the sink, which
 //   writes the weights.  2 n^2 m multiply-adds.
+// In bf16, what rounding takes off R, Z, Q and R Z is kept for their use as summands (not as factors): the error of the
+//   small eigenvalues of R then is relative to themselves instead of to |R|.
 // Bytes beyond the operands: 2 P n m for X per product, read from L3 where it exceeds L2.
 #pragma once
 
@@ -38,14 +40,19 @@ class AmxEngine {
         Bf16* left = nullptr;  // without the diagonal; P pieces each, piece_ elements apart
         Bf16* right = nullptr;
         float* diagonal = nullptr;
+        Bf16* low = nullptr;  // bf16 only: what rounding took off, left layout, blocks I >= J; for use as a summand
     };
     // Pieces of X that are stored; products use P of them. The second one that bf16 carries keeps the rounding of X out
     // of alpha X, where the slopes a_j of the later steps would amplify it at small singular values (10x in the error
     // of rank-deficient input, for 2 n m bytes per update).
     static constexpr int kStored = P == 1 ? 2 : P;
-    // How far the Gram form may let rounding errors of R grow: with u = 2^-9 for bf16, to 0.3.
-    static constexpr double kGrowthLimit = P == 1 ? 150 : 2000;
-    static constexpr int64_t kPanels = 16, kStripe = 8, kRows = 32, kDiagonals = 6;
+    // Steps of the Gram form between two formations of X. In bf16 many steps reach far below the rounding of R.
+    static int64_t segment_length(int64_t start, int64_t steps) {
+        if (P == 1) return start < 2 && steps > 6 ? 1 : 2;
+        return start == 0 ? 3 : 2;
+    }
+    static constexpr int64_t kPanels = 16, kStripe = 8, kRows = 32, kDiagonals = 6, kLows = 5;
+    static constexpr bool kLow = P == 1;
 
     // Carves its buffers from `arena` (of arena_bytes()); `team_size` threads will call the members together.
     AmxEngine(int64_t n, int64_t m, int team_size, char* arena) : n_(n), m_(m) {
@@ -62,21 +69,24 @@ class AmxEngine {
         transposed_ = reinterpret_cast<Bf16*>(take(transposed_bytes()));
         panels_ = reinterpret_cast<Bf16*>(take(panel_elements() * 2 * team_size));
         sums_ = reinterpret_cast<double*>(take(nb_ * nb_ * 8));
+        Bf16* low[kLows];
+        for (Bf16*& b : low) b = kLow ? reinterpret_cast<Bf16*>(take(piece_ * 2)) : nullptr;
         float* d = reinterpret_cast<float*>(take(kDiagonals * nb_ * 32 * 4));
         const auto diagonal = [&](int64_t i) { return d + i * nb_ * 32; };
-        gram = {pool_[0], pool_[1], diagonal(0)};
-        first_z = {pool_[2], pool_[3], diagonal(1)};
-        z = {pool_[2], nullptr, diagonal(2)};
-        q[0] = {nullptr, pool_[3], diagonal(1)};
-        q[1] = {nullptr, pool_[4], diagonal(3)};
-        last_q = {pool_[5], nullptr, diagonal(4)};
-        rz = {nullptr, pool_[6], diagonal(5)};
+        gram = {pool_[0], pool_[1], diagonal(0), low[0]};
+        first_z = {pool_[2], pool_[3], diagonal(1), low[1]};
+        z = {pool_[2], nullptr, diagonal(2), low[2]};
+        q[0] = {nullptr, pool_[3], diagonal(1), low[1]};
+        q[1] = {nullptr, pool_[4], diagonal(3), low[3]};
+        last_q = {pool_[5], nullptr, diagonal(4), nullptr};
+        rz = {nullptr, pool_[6], diagonal(5), low[4]};
     }
 
     static int64_t arena_bytes(int64_t n, int64_t m, int team_size) {
         AmxEngine e(n, m);
         return (kStored * e.x_piece_ * 2) + 7 * (P * e.piece_ * 2) + e.partial_bytes() + e.transposed_bytes() +
-               e.panel_elements() * 2 * team_size + e.nb_ * e.nb_ * 8 + kDiagonals * e.nb_ * 32 * 4 + 64 * 16;
+               e.panel_elements() * 2 * team_size + e.nb_ * e.nb_ * 8 + kDiagonals * e.nb_ * 32 * 4 +
+               (kLow ? kLows * e.piece_ * 2 : 0) + 64 * 24;
     }
 
     // The matrices of the iteration, with the layouts their uses need. Q is kept without its multiple of the identity,
@@ -215,7 +225,8 @@ class AmxEngine {
                     buffer ^= 1;
                 }
                 for (int64_t i = i0; i < i1; ++i) {
-                    // Rows are dealt in snake order: the first few of a stripe are short.
+                    // Rows are dealt in snake order: the first few of a stripe are short. A slot of partial_ stays with
+                    // one member for good, since it and the dealing go by i - i0 alone: products need no barrier.
                     const int64_t turn = (i - i0) / team.size, seat = (i - i0) % team.size;
                     if ((turn % 2 ? team.size - 1 - seat : seat) != team.rank) continue;
                     const int64_t panels = std::min(j1, i + 1) - j0;
@@ -237,7 +248,7 @@ class AmxEngine {
     }
 
     // 16 rows-pairs by 2 halves of a symmetric matrix's block, widened: even rows in v[0..1], odd rows in v[2..3].
-    void load_pair(const Symmetric& s, int64_t i, int64_t j, int row_pair, __m512 v[4]) const {
+    [[gnu::always_inline]] void load_pair(const Symmetric& s, int64_t i, int64_t j, int row_pair, __m512 v[4]) const {
         for (int t = 0; t < 4; ++t) v[t] = _mm512_setzero_ps();
         for (int p = 0; p < P; ++p) {
             if (s.left) {
@@ -279,17 +290,31 @@ class AmxEngine {
         return squares;
     }
 
+    [[gnu::always_inline]] void add_low(const Symmetric& s, int64_t i, int64_t j, int row_pair, __m512 v[4]) const {
+        if (!kLow || !s.low) return;
+        const Bf16* b = s.low + (i * nb_ + j) * amx::kBlockSize + row_pair * 64;
+        const __m512i even = _mm512_load_si512(b), odd = _mm512_load_si512(b + 32);
+        v[0] = _mm512_add_ps(v[0], amx::widen(even, 0));
+        v[1] = _mm512_add_ps(v[1], amx::widen(even, 1));
+        v[2] = _mm512_add_ps(v[2], amx::widen(odd, 0));
+        v[3] = _mm512_add_ps(v[3], amx::widen(odd, 1));
+    }
+
     // Rows 2r, 2r + 1 of the combination's off-diagonal part in block (i, j), from the accumulated product c. column[]
     // holds the factors of left_ij; squares gathers the sum.
-    void combine(const Combination& e, const float* c, int64_t i, int64_t j, int r, const __m512 column[2], __m512 v[4],
-                 __m512& squares) const {
+    [[gnu::always_inline]] void combine(const Combination& e, const float* c, int64_t i, int64_t j, int r,
+                                        const __m512 column[2], __m512 v[4], __m512& squares) const {
         for (int t = 0; t < 4; ++t) v[t] = _mm512_mul_ps(_mm512_set1_ps(e.c), _mm512_load_ps(c + 64 * r + 16 * t));
         if (e.left.left) {
             __m512 right[4], left[4], row[2];  // row[]: the factors of right_ij
             for (int t = 0; t < 2; ++t) row[t] = _mm512_set1_ps(e.c_right + e.c * e.left.diagonal[32 * i + 2 * r + t]);
             const bool same = e.left.left == e.right.left;
             load_pair(e.right, i, j, r, right);
-            if (!same) load_pair(e.left, i, j, r, left);
+            add_low(e.right, i, j, r, right);
+            if (!same) {
+                load_pair(e.left, i, j, r, left);
+                add_low(e.left, i, j, r, left);
+            }
             for (int t = 0; t < 4; ++t) {
                 v[t] = _mm512_fmadd_ps(row[t / 2], right[t], v[t]);
                 v[t] = _mm512_fmadd_ps(column[t % 2], same ? right[t] : left[t], v[t]);
@@ -343,11 +368,16 @@ class AmxEngine {
                 _mm512_store_si512(to_right[p] + amx::kTile + 32 * r, high);
                 _mm512_store_si512(to_left[p] + 64 * r, amx::narrow(v[0], v[1]));
                 _mm512_store_si512(to_left[p] + 64 * r + 32, amx::narrow(v[2], v[3]));
-                if (p + 1 == P) break;
+                if (p + 1 == P && !(kLow && e.out.low)) break;
                 v[0] = _mm512_sub_ps(v[0], amx::widen_even(low));
                 v[1] = _mm512_sub_ps(v[1], amx::widen_even(high));
                 v[2] = _mm512_sub_ps(v[2], amx::widen_odd(low));
                 v[3] = _mm512_sub_ps(v[3], amx::widen_odd(high));
+            }
+            if (kLow && e.out.low) {
+                Bf16* b = e.out.low + (i * nb_ + j) * amx::kBlockSize + 64 * r;
+                _mm512_store_si512(b, amx::narrow(v[0], v[1]));
+                _mm512_store_si512(b + 32, amx::narrow(v[2], v[3]));
             }
         }
         if (e.sum != Sum::None) sums_[i * nb_ + j] = _mm512_reduce_add_ps(squares) + diagonal_squares;

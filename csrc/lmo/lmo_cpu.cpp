@@ -167,6 +167,24 @@ class Writer {
         }
     }
 
+    // `lines` pieces of 32 elements or fewer (count), 32 apart in u.
+    void write_block(int64_t line, int64_t start, int64_t lines, int64_t count, const T* u) const {
+        if (stochastic_ || weight_.step != 1 || count != 32) {
+            for (int64_t l = 0; l < lines; ++l) write(line + l, start, count, u + 32 * l);
+            return;
+        }
+        with_type(weight_.dtype, [&](auto* tag) {
+            for (int64_t l = 0; l < lines; ++l) {
+                auto* p = static_cast<decltype(tag)>(weight_.data) + (line + l) * weight_.line_stride + start;
+                const T* x = u + 32 * l;
+                if (shrink_ != 0)
+                    for (int i = 0; i < 32; ++i) narrow(shrink_ * static_cast<T>(widen(p[i])) - step_ * x[i], p[i]);
+                else
+                    for (int i = 0; i < 32; ++i) narrow(-step_ * x[i], p[i]);
+            }
+        });
+    }
+
   private:
     void write_stochastic(int64_t line, int64_t start, int64_t count, const T* w) const {
         const auto each = [&](auto* tag) {
@@ -208,7 +226,7 @@ class BlockWriter {
         }
         const int64_t lines = std::min<int64_t>(32, writer_.lines() - 32 * i);
         const int64_t count = std::min<int64_t>(32, writer_.length() - 32 * j);
-        for (int64_t l = 0; l < lines; ++l) writer_.write(32 * i + l, 32 * j, count, t + 32 * l);
+        writer_.write_block(32 * i, 32 * j, lines, count, t);
     }
 
   private:
@@ -297,15 +315,15 @@ class Iteration {
     using Sum = typename Engine::Sum;
 
   public:
-    Iteration(const LmoPlan& plan, const LmoTask& task, Engine& engine, const Team& team, Sink& sink, int64_t n)
-        : plan_(plan), task_(task), engine_(engine), team_(team), sink_(sink), n_(n) {}
+    Iteration(const LmoPlan& plan, const LmoTask& task, Engine& engine, const Team& team, Sink& sink)
+        : plan_(plan), task_(task), engine_(engine), team_(team), sink_(sink) {}
 
     void direct() {
         for (int64_t j = 0; j < plan_.steps; ++j) {
             const Coefficients p = first_products(j);
-            if (plan_.tolerance >= 0 && j >= plan_.min_steps) {
+            if (plan_.tolerance >= 0 && j >= plan_.min_steps && !(plan_.schatten4 && j == 0)) {
                 const double residual = idempotency();
-                if (residual <= plan_.tolerance * std::sqrt(static_cast<double>(n_))) {
+                if (residual <= plan_.tolerance * gram_norm_) {
                     emit();
                     return report(residual, j);
                 }
@@ -354,6 +372,12 @@ class Iteration {
         if (task_.residual) measure();
     }
 
+    void measure() {
+        engine_.gram_matrix(team_, engine_.gram, Sum::None);
+        team_.wait();
+        report(idempotency(), plan_.steps);
+    }
+
   private:
     struct Coefficients {
         T a, b, c;
@@ -365,32 +389,26 @@ class Iteration {
         return {static_cast<T>(p[0] * scale), static_cast<T>(p[1] * cube), static_cast<T>(p[2] * cube * scale * scale)};
     }
 
-    // The step after which X is formed again, for a segment that starts after `start` steps. Rounding gives R
-    // eigenvalues of down to -u |R|_F where X has small singular values, and an update of R multiplies them by a^2,
-    // until the polynomial diverges on them: a segment is three steps, or fewer where the engine's precision calls for
-    // it.
+    // The step after which X is formed again, for a segment that starts after `start` steps. Rounding shifts the
+    // eigenvalues of R by up to u |R|_F, which for small ones is a large relative error (or a change of sign), and
+    // every update of R multiplies the shift by a^2. The singular values that X then has are not those that the next
+    // polynomial expects, and it may diverge: segments are short, above all the first, where the spread is largest.
     int64_t segment_end(int64_t start) const {
-        if (plan_.restart_count > 0) {
-            const int64_t* end = plan_.restarts + plan_.restart_count;
-            const int64_t* next = std::upper_bound(plan_.restarts, end, start);
-            return next == end ? plan_.steps : *next;
-        }
-        double growth = 1;
-        int64_t end = start + 1;
-        for (; end < std::min(start + 3, plan_.steps); ++end) {
-            const double a = plan_.coefficients[3 * (end - 1)];
-            growth *= a * a;
-            if (growth > Engine::kGrowthLimit) break;
-        }
-        return end;
+        if (plan_.restart_count == 0) return start + Engine::segment_length(start, plan_.steps);
+        const int64_t* end = plan_.restarts + plan_.restart_count;
+        const int64_t* next = std::upper_bound(plan_.restarts, end, start);
+        return next == end ? plan_.steps : *next;
     }
 
     // R = X X^T, and the coefficients of step j.
     Coefficients first_products(int64_t j) {
-        const bool rescale = plan_.schatten4 && j == 0;
-        engine_.gram_matrix(team_, engine_.gram, rescale ? Sum::Squares : Sum::None);
+        const bool rescale = plan_.schatten4 && j == 0, wants_norm = rescale || plan_.tolerance >= 0;
+        engine_.gram_matrix(team_, engine_.gram, wants_norm ? Sum::Squares : Sum::None);
         team_.wait();
-        return coefficients(j, rescale ? 1 / std::sqrt(std::sqrt(engine_.sum())) : 1.0);
+        if (!wants_norm) return coefficients(j, 1);
+        gram_norm_ = std::sqrt(engine_.sum());
+        team_.wait();  // before a member starts the next product's sums
+        return coefficients(j, rescale ? 1 / std::sqrt(gram_norm_) : 1);
     }
 
     // X <- multiple X + q X, after which `end` steps are done.
@@ -418,12 +436,6 @@ class Iteration {
         return residual;
     }
 
-    void measure() {
-        engine_.gram_matrix(team_, engine_.gram, Sum::None);
-        team_.wait();
-        report(idempotency(), plan_.steps);
-    }
-
     void report(double residual, int64_t steps) const {
         if (team_.rank) return;
         if (task_.residual) *task_.residual = residual;
@@ -435,7 +447,7 @@ class Iteration {
     Engine& engine_;
     const Team& team_;
     Sink& sink_;
-    int64_t n_;
+    double gram_norm_ = 0;
 };
 
 bool wants_gram(const LmoPlan& plan, int64_t n, int64_t m) {
@@ -471,13 +483,19 @@ void spectral(const LmoPlan& plan, LmoTask& task, const Team& team, char* arena,
             else
                 std::fill(d, d + count, finite ? U(0) : static_cast<U>(std::nan("")));
         });
-        if (team.rank == 0 && task.residual && normalise && plan.steps == 0 && n > 1) *task.residual = std::nan("");
+        if (!task.residual || !normalise || plan.steps > 0) return;
+        Engine engine(n, m, team.size, arena);
+        Sink sink(plan, task, tall, weight_rows);
+        load(team, engine, direction, scale, tall != grad_rows);
+        team.wait();
+        Iteration<Engine, Sink>(plan, task, engine, team, sink).measure();
         return;
     }
     Engine engine(n, m, team.size, arena);
     Sink sink(plan, task, tall, weight_rows);
-    Iteration<Engine, Sink> iteration(plan, task, engine, team, sink, n);
-    const Scale<U> scale(1 / std::max<long double>(std::sqrt(squares), plan.eps));
+    Iteration<Engine, Sink> iteration(plan, task, engine, team, sink);
+    // The rescaling of the first step undoes any scalar, so eps has no effect on it.
+    const Scale<U> scale(1 / std::max<long double>(std::sqrt(squares), plan.schatten4 ? 0 : plan.eps));
     load(team, engine, direction, scale, tall != grad_rows);
     team.wait();
     wants_gram(plan, n, m) ? iteration.gram() : iteration.direct();
@@ -623,25 +641,29 @@ void lmo_steps(const LmoPlan& plan, LmoTask* tasks, int64_t count, int threads) 
     if (order.empty()) return;
     const double worth_sharing = plan.norm == LmoNorm::Spectral ? 64.0 * 64 * 64 : 65536;
     const int64_t total = static_cast<int64_t>(order.size());
-    int64_t shared = 0;
-    if (threads > 1 && total < 2 * threads)
-        while (shared < total && cost(tasks[order[shared]]) > worth_sharing) ++shared;
-    if (shared == 0) threads = static_cast<int>(std::min<int64_t>(threads, total));
-
     const auto bytes_of = [&](const LmoTask& t, int team_size) {
         const int64_t n = std::min(t.grad.rows, t.grad.cols), m = std::max(t.grad.rows, t.grad.cols);
         return (choose(plan, t).bytes(n, m, team_size) + 63) / 64 * 64;
     };
+    // Scratch memory is per thread for tasks of their own: beyond 256 MiB a task is shared however many there are.
+    const auto shares = [&](const LmoTask& t) {
+        return (total < 2 * threads && cost(t) > worth_sharing) || bytes_of(t, 1) > int64_t{256} << 20;
+    };
+    int64_t shared = 0;
+    if (threads > 1)
+        while (shared < total && shares(tasks[order[shared]])) ++shared;
+    if (shared == 0) threads = static_cast<int>(std::min<int64_t>(threads, total));
+
     int64_t shared_bytes = 0, own_bytes = 0;
     for (int64_t i = 0; i < total; ++i) {
         int64_t& b = i < shared ? shared_bytes : own_bytes;
         b = std::max(b, bytes_of(tasks[order[i]], i < shared ? threads : 1));
     }
     Arena arena(std::max(shared_bytes, own_bytes * threads));
-    Barrier barrier(threads);
+    Barrier barrier;
     std::atomic<int64_t> next{shared};
-    const auto work = [&](int rank) {
-        const Team team{rank, threads, &barrier};
+    const auto work = [&](int rank, int size) {
+        const Team team{rank, size, &barrier};
         for (int64_t i = 0; i < shared; ++i) {
             choose(plan, tasks[order[i]]).run(plan, tasks[order[i]], team, arena.data(), shared_bytes);
             team.wait();
@@ -650,9 +672,14 @@ void lmo_steps(const LmoPlan& plan, LmoTask* tasks, int64_t count, int threads) 
         for (int64_t i; (i = next.fetch_add(1)) < total;)
             choose(plan, tasks[order[i]]).run(plan, tasks[order[i]], alone, arena.data() + rank * own_bytes, own_bytes);
     };
-    if (threads == 1) return work(0);
+    if (threads == 1) return work(0, 1);
 #pragma omp parallel num_threads(threads)
-    work(omp_get_thread_num());
+    {
+        // OpenMP may grant fewer threads than asked for.
+#pragma omp single
+        barrier.set_members(omp_get_num_threads());
+        work(omp_get_thread_num(), omp_get_num_threads());
+    }
 }
 
 }  // namespace pyops::PYOPS_ISA

@@ -183,6 +183,9 @@ void lmo_step_(std::vector<Tensor> weights, std::vector<Tensor> grads, std::vect
                         "must have the weight's shape " + shape_text(weights[i]), shape_text(t));
             return matrices(t, dtype);
         };
+        for (int64_t d = 0; d < weights[i].dim(); ++d)
+            PYOPS_CHECK(weights[i].size(d) <= 1 || weights[i].stride(d) != 0, op, "weights",
+                        "must not be expanded: elements would share memory", shape_text(weights[i]));
         const auto w = views(weights[i], "weights"), g = views(grads[i], "grads");
         const auto m = momenta.empty() ? std::vector<MatrixView>(w.size()) : views(momenta[i], "momenta");
         for (size_t b = 0; b < w.size(); ++b) {

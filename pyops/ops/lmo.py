@@ -128,8 +128,8 @@ def polar(
             ``"svd"``: the exact partial isometry by a float64 SVD, which takes none of ``steps``,
             ``coefficients``, ``eps``, ``compute_dtype``, ``form``, ``normalize`` and ``tol``.
         steps: number of steps k; default 6 for polar_express, 5 for newton_schulz. 0 returns the normalised
-            input. ``"adaptive"`` lets each matrix stop as soon as its residual is at most ``tol *
-            sqrt(min(rows, cols))``, after at most 12 steps; it needs an iteration that converges, so not
+            input. ``"adaptive"`` lets each matrix stop as soon as ||A^2 - A||_F is at most ``tol *
+            ||A||_F``, A = X X^T, after at most 12 steps; it needs an iteration that converges, so not
             newton_schulz.
         coefficients: one (a, b, c) per step, instead of the method's own; see :func:`polar_coefficients`.
         eps: lower limit of the norm that g is divided by, in g's units. 0 (default) makes the result

@@ -99,8 +99,9 @@ def iterate_direct(x, rows, compute, normalize, tol, min_steps):
             x = carried
         gram = stored(gram, compute)
         gram2 = product(gram, gram, compute)
-        if tol >= 0 and j >= min_steps:
-            active = active & ~(idempotency(gram, gram2) <= tol * math.sqrt(x.shape[-2]))
+        if tol >= 0 and j >= min_steps and not (normalize == "schatten4" and j == 0):
+            # Relative to A, since a small A is close to its square whatever its shape.
+            active = active & ~(idempotency(gram, gram2) <= tol * torch.linalg.matrix_norm(gram))
             if not active.any():
                 break
         step = a * carried + product(b * gram + c * gram2, x, compute)
