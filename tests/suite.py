@@ -24,6 +24,7 @@ from pathlib import Path
 import pytest
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 ALL_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 ISAS = ("default", "avx2", "avx512")
@@ -275,6 +276,25 @@ def check_second_derivative(case: Case) -> None:
         torch.autograd.grad(first[0].sum(), tensors)
 
 
+def check_forward_mode(case: Case) -> None:
+    """Forward-mode derivatives are right or raise; never dropped, as torch.library ops drop them."""
+    tensors = case.inputs()
+    tangents = tuple(torch.randn_like(t) for t in tensors)
+    with forward_ad.dual_level():
+        try:
+            results = outputs(case.call(*map(forward_ad.make_dual, tensors, tangents)))
+        except (RuntimeError, NotImplementedError):
+            return
+        found = [forward_ad.unpack_dual(r).tangent for r in results]
+    steps = (
+        outputs(case.call(*(t + h * d for t, d in zip(tensors, tangents, strict=True))))
+        for h in (1e-6, -1e-6)
+    )
+    for tangent, up, down in zip(found, *steps, strict=True):
+        assert tangent is not None, "the tangent is silently dropped"
+        assert_close(tangent, (up - down) / 2e-6, 1e-6, "forward-mode error")
+
+
 def check_opcheck(case: Case, dtype: torch.dtype) -> None:
     tensors = tuple(t.requires_grad_(case.differentiable) for t in case.inputs(dtype))
     torch.library.opcheck(case.overload(), case.op_args(*tensors))
@@ -451,6 +471,10 @@ def op_suite(spec: Spec, name: str) -> type:
         @over(smooth)
         def test_second_derivative(self, case):
             check_second_derivative(case)
+
+        @over(cases)
+        def test_forward_mode(self, case):
+            check_forward_mode(case)
 
         @over(cases)
         def test_opcheck(self, case):

@@ -10,6 +10,8 @@ import pytest
 import suite
 import torch
 
+from pyops.ops import _checks as checks
+
 LIBRARY = torch.library.Library("pyops_toy", "DEF")
 
 
@@ -33,6 +35,16 @@ def fake_like(x):
     return torch.empty_like(x, memory_format=torch.contiguous_format)
 
 
+def guarded(op):
+    """The public function of a toy: it refuses forward mode, as torch.library ops must."""
+
+    def call(x):
+        checks.matrix("x", x, 3)
+        return op(x)
+
+    return call
+
+
 def toy(name, forward=healthy, gradient=healthy_gradient, fake=fake_like, batching=None, **changes):
     """A case whose op has the given parts in place of healthy ones."""
     LIBRARY.define(f"{name}(Tensor x) -> Tensor")
@@ -50,7 +62,7 @@ def toy(name, forward=healthy, gradient=healthy_gradient, fake=fake_like, batchi
     case = suite.Case(
         name=name,
         op=f"pyops_toy::{name}",
-        call=op,
+        call=guarded(op),
         op_args=lambda x: (x,),
         oracle=lambda x: torch.stack([m / (1 + m.norm() ** 2) for m in x]) if x.numel() else x.clone(),
         shapes=((3, 8, 16),),
@@ -196,6 +208,7 @@ CHECKS = {
     "gradcheck": lambda case, tmp: suite.check_gradcheck(case),
     "gradients": lambda case, tmp: suite.check_gradients(case, F32),
     "second": lambda case, tmp: suite.check_second_derivative(case),
+    "forward": lambda case, tmp: suite.check_forward_mode(case),
     "opcheck": lambda case, tmp: suite.check_opcheck(case, F32),
     "compile": lambda case, tmp: suite.check_compile(case, dynamic=False),
     "dynamic": lambda case, tmp: suite.check_compile(case, dynamic=True),
@@ -233,6 +246,7 @@ FAULTS = [
     ("gradients", "gradient error", toy("low_gradient", gradient=low_gradient)),
     ("second", "Jacobian mismatch", toy("wrong_second", gradient=wrong_second)),
     ("second", "DID NOT RAISE", toy("silent_second", gradient=wrong_second, second="raises")),
+    ("forward", "silently dropped", toy("drops_tangent", call=lambda x: torch.ops.pyops_toy.healthy(x))),
     ("opcheck", "x is not defined as mutable", toy("mutates_schema", mutates)),
     ("opcheck", "Shapes .* are not equal", toy("wrong_fake_shape", fake=lambda x: x.new_empty(x.shape[1:]))),
     ("opcheck", "Dtypes .* are not equal", toy("wrong_fake_dtype", fake=lambda x: fake_like(x).double())),

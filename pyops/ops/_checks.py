@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
@@ -22,6 +23,11 @@ def matrix(name: str, g: Any, fewest: int) -> None:
         raise TypeError(f"{name} must be float64, float32, bfloat16 or float16, got {g.dtype}")
     if g.ndim < fewest:
         raise ValueError(f"{name} must have at least {fewest} dimensions, got shape {tuple(g.shape)}")
+    if not torch.compiler.is_compiling() and forward_ad.unpack_dual(g).tangent is not None:
+        # torch's registration of derivatives knows backward only and would take the tangent for zero.
+        raise RuntimeError(
+            f"{name} has a forward-mode tangent, and only backward derivatives are implemented"
+        )
 
 
 def one_of(name: str, value: Any, allowed: Iterable[str]) -> None:

@@ -123,7 +123,8 @@ def polar(
     smaller. The normalisation is safe from the smallest subnormal number to the largest finite one.
 
     Args:
-        g: [..., rows, cols], float64, float32, bfloat16 or float16, any strides; never written to.
+        g: [..., rows, cols], float64, float32, bfloat16 or float16, any strides; never written to. A kernel
+            [c_out, c_in, k, k] counts as c_out c_in matrices: for one matrix, see ``lmo(norm="spectral_conv")``.
         method: ``"polar_express"`` (default), ``"newton_schulz"`` (the iteration of ``torch.optim.Muon``), or
             ``"svd"``: the exact partial isometry by a float64 SVD, which takes none of ``steps``,
             ``coefficients``, ``eps``, ``compute_dtype``, ``form``, ``normalize`` and ``tol``.
@@ -137,9 +138,9 @@ def polar(
         compute_dtype: arithmetic of the products: ``torch.float64``, ``torch.float32``, ``torch.bfloat16``
             (operands in bfloat16, sums in float32) or ``"bf16x3"`` (operands split in two bfloat16 parts;
             error about 5e-5, which is not float32's 2e-6). Default: the dtype of g, and bf16x3 for float16.
-        form: ``"direct"``; ``"gram"``, which iterates on A (fewer operations from aspect ratio 2 on, but for
-            small singular values up to ten times the rounding error); ``"auto"`` (default) takes gram where
-            aspect ratio and precision make it safe.
+        form: ``"direct"``; ``"gram"``, which iterates on A (fewer operations for oblong matrices, but for
+            small singular values up to ten times the rounding error); ``"auto"`` (default) takes gram from
+            aspect ratio 1.5 on (CPU; the Triton kernel from 1.75 on).
         normalize: ``"fro"``, or ``"schatten4"``: divide in step 1 by ||A||_F^(1/2) as well, a sharper bound
             on the largest singular value that is worth about one step.
         tol: for ``steps="adaptive"``; default 1e-10, 1e-4, 1e-3, 3e-2 for float64, float32, bf16x3, bfloat16.
@@ -156,8 +157,8 @@ def polar(
         matrix NaN and leaves its neighbours alone. A tall matrix gives the transpose of the wide result bit
         for bit.
 
-        The gradient is the exact derivative of the computed iteration (for svd: of U V^T at constant rank). A
-        second derivative raises RuntimeError.
+        The gradient is the exact derivative of the computed iteration (for svd: of U V^T at constant rank).
+        Second derivatives and forward mode raise RuntimeError.
 
     Raises:
         TypeError, ValueError: before any work, naming the argument, what was received and what is wanted.
