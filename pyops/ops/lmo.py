@@ -124,7 +124,7 @@ def polar(
 
     Args:
         g: [..., rows, cols], float64, float32, bfloat16 or float16, any strides; never written to. A kernel
-            [c_out, c_in, k, k] counts as c_out c_in matrices: for one matrix, see ``lmo(norm="spectral_conv")``.
+            [c_out, c_in, k, k] counts as c_out c_in matrices: for one, see ``lmo(norm="spectral_conv")``.
         method: ``"polar_express"`` (default), ``"newton_schulz"`` (the iteration of ``torch.optim.Muon``), or
             ``"svd"``: the exact partial isometry by a float64 SVD, which takes none of ``steps``,
             ``coefficients``, ``eps``, ``compute_dtype``, ``form``, ``normalize`` and ``tol``.
