@@ -6,6 +6,7 @@ polynomial applied to the spectrum in float64 before anything is timed.
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Callable, Sequence
 
@@ -132,6 +133,8 @@ def bf16_peers(batched: bool, scale: str) -> tuple[Impl, ...]:
 
 def float32_peers(scale: str) -> tuple[Impl, ...]:
     eager = peers.eager(torch.float32, COEFFICIENTS, STEPS, batched=False)
+    # torch's float32 norm of two million elements is off by 4e-5, and with it the result.
+    eager = dataclasses.replace(eager, error_bound=SPLIT_ERROR)
     return (eager, *slow_to_start(scale, peers.compiled(eager)))
 
 

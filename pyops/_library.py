@@ -147,7 +147,18 @@ def which(op: str, *args: Any, **kwargs: Any) -> str:
 
     Raises:
         ValueError: for an unknown op.
+        TypeError: for a keyword that the op does not have.
+
+    >>> import torch, pyops
+    >>> pyops.which("polar", torch.randn(8, 8)) in ("cpu:amx", "cpu:avx512", "cpu:avx2", "cpu:default", "reference")
+    True
     """
+    backend(op, "cpu")
+    schema = getattr(torch.ops.pyops, op).default._schema
+    if unknown := set(kwargs) - {argument.name for argument in schema.arguments}:
+        raise TypeError(
+            f"which({op!r}, ...) takes the arguments of {schema}, got {', '.join(sorted(unknown))}"
+        )
     served = backend(op, _device_type(args, kwargs))
     uses_amx = OPS[op].uses_amx
     if served.startswith("cpu:") and uses_amx and cpu_info()["amx"] and uses_amx(*args, **kwargs):

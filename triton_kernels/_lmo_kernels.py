@@ -119,7 +119,7 @@ def residual_kernel(
     partial_ptr, gram_partial_ptr, residual_ptr, done_ptr, steps_ptr, tol: tl.float64, step, count,
     WIDTH: tl.constexpr,
 ):  # fmt: skip
-    """residual <- ||A^2 - A||_F of a matrix still running; with sums of A^2, done at `step` if <= tol ||A||_F."""
+    """residual <- ||A^2 - A||_F of a matrix still running; given sums of A^2, done if at most tol ||A||_F."""
     batch, total = row_total(partial_ptr, count, WIDTH)
     if tl.load(done_ptr + batch) == 0:
         residual = tl.sqrt(total)

@@ -267,8 +267,8 @@ def _iterate(
 
     def measure(partial, step=0, gram_partial=None):
         _launch(
-            residual_kernel, x.batch, partial, gram_partial, residual, done, steps, tol, step, partial.shape[1],
-            WIDTH=WIDTH,
+            residual_kernel, x.batch, partial, gram_partial, residual, done, steps, tol, step,
+            partial.shape[1], WIDTH=WIDTH,
         )  # fmt: skip
 
     worthwhile = x.n >= GRAM_ROWS and x.m >= GRAM_ASPECT * x.n

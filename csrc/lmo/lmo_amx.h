@@ -41,16 +41,20 @@ class AmxEngine {
         Bf16* right = nullptr;
         float* diagonal = nullptr;
         Bf16* low = nullptr;  // bf16 only: what rounding took off, left layout, blocks I >= J; for use as a summand
+        Symmetric left_only() const { return {left, nullptr, diagonal, nullptr}; }
     };
     // Pieces of X that are stored; products use P of them. The second one that bf16 carries keeps the rounding of X out
     // of alpha X, where the slopes a_j of the later steps would amplify it at small singular values (10x in the error
     // of rank-deficient input, for 2 n m bytes per update).
     static constexpr int kStored = P == 1 ? 2 : P;
-    // Steps of the Gram form between two formations of X. In bf16 many steps reach far below the rounding of R.
-    static int64_t segment_length(int64_t start, int64_t steps) {
-        if (P == 1) return start < 2 && steps > 6 ? 1 : 2;
-        return start == 0 ? 3 : 2;
+    // Steps of the Gram form between two formations of X, and how far an update of R may multiply its errors. In bf16
+    // many steps reach far below the rounding of R, and 150 lets three steps of slope 3.5 pass, but not of slope 4 (u =
+    // 2^-9).
+    static int64_t longest_segment(int64_t start, int64_t steps) {
+        if (P > 1) return start == 0 ? 3 : 2;
+        return start < 2 && steps > 6 ? 1 : 2;
     }
+    static constexpr double kGrowthLimit = P == 1 ? 150 : 1e9;
     static constexpr int64_t kPanels = 16, kStripe = 8, kRows = 32, kDiagonals = 6, kLows = 5;
     static constexpr bool kLow = P == 1;
 

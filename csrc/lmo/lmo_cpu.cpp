@@ -217,8 +217,12 @@ class BlockWriter {
 
     void block(int64_t i, int64_t j, const T* c) const {
         U t[1024];
+        const U* u = t;
         if (lines_are_x_rows_) {
-            std::copy(c, c + 1024, t);
+            if constexpr (std::is_same_v<T, U>)
+                u = c;
+            else
+                std::copy(c, c + 1024, t);
         } else {
             for (int a = 0; a < 32; ++a)
                 for (int b = 0; b < 32; ++b) t[b * 32 + a] = c[a * 32 + b];
@@ -226,7 +230,7 @@ class BlockWriter {
         }
         const int64_t lines = std::min<int64_t>(32, writer_.lines() - 32 * i);
         const int64_t count = std::min<int64_t>(32, writer_.length() - 32 * j);
-        writer_.write_block(32 * i, 32 * j, lines, count, t);
+        writer_.write_block(32 * i, 32 * j, lines, count, u);
     }
 
   private:
@@ -328,8 +332,7 @@ class Iteration {
                     return report(residual, j);
                 }
             }
-            auto z = engine_.first_z;
-            z.right = nullptr;
+            const auto z = engine_.first_z.left_only();
             engine_.product(team_, {z, engine_.gram, engine_.gram, p.c, p.b});
             team_.wait();
             finish_segment(z, p.a, j + 1);
@@ -347,7 +350,7 @@ class Iteration {
                 const bool first = j == start, last = j + 1 == end;
                 const Coefficients p = first ? first_products(j) : coefficients(j, 1);
                 typename Engine::Symmetric z = first ? engine_.first_z : engine_.z;
-                if (last) z.right = nullptr;
+                if (last) z = first ? z.left_only() : z;
                 engine_.product(team_, {z, engine_.gram, engine_.gram, p.c, p.b});
                 team_.wait();
                 if (first) {
@@ -394,10 +397,18 @@ class Iteration {
     // every update of R multiplies the shift by a^2. The singular values that X then has are not those that the next
     // polynomial expects, and it may diverge: segments are short, above all the first, where the spread is largest.
     int64_t segment_end(int64_t start) const {
-        if (plan_.restart_count == 0) return start + Engine::segment_length(start, plan_.steps);
-        const int64_t* end = plan_.restarts + plan_.restart_count;
-        const int64_t* next = std::upper_bound(plan_.restarts, end, start);
-        return next == end ? plan_.steps : *next;
+        if (plan_.restart_count > 0) {
+            const int64_t* end = plan_.restarts + plan_.restart_count;
+            const int64_t* next = std::upper_bound(plan_.restarts, end, start);
+            return next == end ? plan_.steps : *next;
+        }
+        const int64_t longest = std::min(start + Engine::longest_segment(start, plan_.steps), plan_.steps);
+        int64_t end = start + 1;
+        for (double growth = 1; end < longest; ++end) {
+            growth *= plan_.coefficients[3 * (end - 1)] * plan_.coefficients[3 * (end - 1)];
+            if (growth > Engine::kGrowthLimit) break;
+        }
+        return end;
     }
 
     // R = X X^T, and the coefficients of step j.

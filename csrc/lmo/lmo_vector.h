@@ -24,8 +24,10 @@ class VectorEngine {
         T* left = nullptr;   // row-major, n x stride_
         T* right = nullptr;  // the same matrix: the two exist for the engine whose operands differ in layout
         const T* data() const { return left ? left : right; }
+        Symmetric left_only() const { return {left, nullptr}; }
     };
-    static int64_t segment_length(int64_t start, int64_t /*steps*/) { return start == 0 ? 3 : 2; }
+    static int64_t longest_segment(int64_t start, int64_t /*steps*/) { return start == 0 ? 3 : 2; }
+    static constexpr double kGrowthLimit = 1e9;
     static constexpr int kMr = Gemm<T>::kMr, kNr = Gemm<T>::kNr;
     static constexpr int64_t kChunk = 24576 / (kNr * static_cast<int64_t>(sizeof(T)));  // a panel of it stays in L1
     static constexpr int64_t kGroup = 96, kTiles = kGroup / kMr;

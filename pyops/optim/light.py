@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+from torch.utils.weak import WeakIdKeyDictionary
 
 from pyops.optim.base import all_ranks, finite, is_dtensor, like_weight, local
 
@@ -27,7 +28,8 @@ if TYPE_CHECKING:
     from pyops.optim.scion import Scion
 
 CARRIED = None  # in place of a mark: folded before a step that was skipped
-OWNER = "_pyops_folder"  # attribute of a parameter: the folder that has it
+# Parameter -> reference to the folder that has it; not an attribute, which would end up in a pickled model.
+OWNERS = WeakIdKeyDictionary()
 REMEDY = (
     'light="deferred" keeps gradients apart until the step, at the price of one more gradient set until then'
 )
@@ -60,7 +62,7 @@ class Folder:
         reference = weakref.ref(self)
         for p in group["params"]:
             self._groups[p] = group
-            setattr(p, OWNER, reference)
+            OWNERS[p] = reference
             if group["light"] is not True or p in self._hooked or not p.requires_grad:
                 continue
             self._hooked.add(p)
@@ -68,12 +70,12 @@ class Folder:
 
             def before(_: Tensor, parameter=parameter, reference=reference) -> None:
                 p, folder = parameter(), reference()
-                if p is not None and folder is not None and getattr(p, OWNER) is reference:
+                if p is not None and folder is not None and OWNERS.get(p) is reference:
                     folder._before(p)
 
             def after(p: Tensor, reference=reference) -> None:
                 folder = reference()
-                if folder is not None and getattr(p, OWNER) is reference:
+                if folder is not None and OWNERS.get(p) is reference:
                     folder._after(p)
 
             p.register_hook(before)

@@ -156,6 +156,8 @@ class Scion(LmoOptimizer):
         self.grad_scaler = grad_scaler
         self._folder = Folder(self)
         super().__init__(params, defaults)
+        if norm != "auto" and norm not in NORMS:  # an error even where every group has its own
+            raise ValueError(f"norm must be auto or one of {', '.join(NORMS)}, got {norm!r}")
 
     # Groups
 

@@ -43,10 +43,10 @@ class Sizes:
 SIZES = {
     "full": Sizes(
         (64, 128, 256),
-        256,
+        160,
         128,
         {"scion": tuple(range(-8, -1)), "adamw": tuple(range(-10, -3))},
-        (0, 1),
+        (0,),
         (2, 3, 4, 5, 6),
     ),
     "quick": Sizes(
