@@ -150,7 +150,7 @@ def which(op: str, *args: Any, **kwargs: Any) -> str:
         TypeError: for a keyword that the op does not have.
 
     >>> import torch, pyops
-    >>> pyops.which("polar", torch.randn(8, 8)) in ("cpu:amx", "cpu:avx512", "cpu:avx2", "cpu:default", "reference")
+    >>> pyops.which("polar", torch.randn(8, 8)).startswith(("cpu:", "reference"))
     True
     """
     backend(op, "cpu")
