@@ -29,7 +29,8 @@ def _run(*command: str | Path) -> int:
     previous = signal.signal(signal.SIGINT, lambda *_: None)
     try:
         environment = {**os.environ, "PYTHONPATH": path}
-        return subprocess.run([sys.executable, *map(str, command)], env=environment).returncode
+        status = subprocess.run([sys.executable, *map(str, command)], env=environment).returncode
+        return INTERRUPTED if status == -signal.SIGINT else status
     finally:
         signal.signal(signal.SIGINT, previous)
 
