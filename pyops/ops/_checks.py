@@ -54,3 +54,10 @@ def count(name: str, value: Any) -> int:
     if value < 0:
         raise ValueError(f"{name} must be at least 0, got {value}")
     return operator.index(value)  # a plain int also where torch.compile traces it as a symbol
+
+
+def unused(where: str, **given: tuple[Any, Any]) -> None:
+    """Every value, given as (value, default), must be its default."""
+    for name, (value, default) in given.items():
+        if value != default:
+            raise ValueError(f"{name} has no meaning for {where}, got {name}={value!r}")

@@ -11,7 +11,6 @@ LMOs", ICML 2025.
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Sequence
 from typing import Any, cast
@@ -21,6 +20,7 @@ from torch import Tensor
 
 from pyops import _library
 from pyops.ops import _checks as checks
+from pyops.ops._registration import batched, batched_first_argument, like, triton
 from pyops.reference import lmo as reference
 
 COMPUTE = {torch.float64: "float64", torch.float32: "float32", torch.bfloat16: "bfloat16", "bf16x3": "bf16x3"}
@@ -178,17 +178,16 @@ def polar(
     if rcond is not None and method != "svd":
         raise ValueError(f'rcond needs method="svd", got rcond={rcond} with method={method!r}')
     if method == "svd":
-        for name, value, default in (
-            ("steps", steps, None),
-            ("coefficients", coefficients, None),
-            ("eps", eps, 0.0),
-            ("compute_dtype", compute_dtype, None),
-            ("form", form, "auto"),
-            ("normalize", normalize, "fro"),
-            ("tol", tol, None),
-        ):
-            if value != default:
-                raise ValueError(f'{name} has no meaning for method="svd", got {name}={value!r}')
+        checks.unused(
+            'method="svd"',
+            steps=(steps, None),
+            coefficients=(coefficients, None),
+            eps=(eps, 0.0),
+            compute_dtype=(compute_dtype, None),
+            form=(form, "auto"),
+            normalize=(normalize, "fro"),
+            tol=(tol, None),
+        )
         return _polar_svd(g, rcond, return_residual)
     checks.one_of("form", form, FORMS)
     checks.one_of("normalize", normalize, NORMALIZE)
@@ -327,15 +326,11 @@ def lmo(
     fewest, options, normalized_default = NORMS[norm]
     checks.matrix("g", g, fewest)
     radius = checks.nonnegative("radius", radius)
-    for name, value, default in (
-        ("normalized", normalized, None),
-        ("max", max, False),
-        ("transpose", transpose, False),
-    ):
+    given = {"normalized": (normalized, None), "max": (max, False), "transpose": (transpose, False)}
+    for name, (value, default) in given.items():
         if not isinstance(value, bool | type(default)):
             raise TypeError(f"{name} must be a bool, got {value!r}")
-        if value != default and name not in options:
-            raise ValueError(f"{name} has no meaning for norm={norm!r}, got {name}={value!r}")
+    checks.unused(f"norm={norm!r}", **{name: given[name] for name in given if name not in options})
     if polar_args and not norm.startswith("spectral"):
         raise TypeError(f"norm={norm!r} takes no argument {next(iter(polar_args))!r}")
     if polar_args.get("return_residual"):
@@ -467,23 +462,10 @@ def _rows(method: str, steps: Any, coefficients: Any) -> Sequence[Sequence[float
 # Registration
 
 
-def _triton(name: str) -> Any:
-    def launch(*args: Any) -> Any:
-        from pyops.triton_kernels import lmo as kernels
-
-        return getattr(kernels, name)(*args)
-
-    return launch
-
-
-def _like(g: Tensor) -> Tensor:
-    return torch.empty_like(g, memory_format=torch.contiguous_format)
-
-
 def _polar_fake(g, coefficients, restarts, form, compute, normalize, eps, tol, min_steps, with_residual):
     shape = g.shape[:-2] if with_residual or tol >= 0 else (0,)
     residual = g.new_empty(shape, dtype=reference.working_dtype(g))
-    return _like(g), residual, g.new_empty(shape, dtype=torch.int64)
+    return like(g), residual, g.new_empty(shape, dtype=torch.int64)
 
 
 def _polar_vmap(info, in_dims, g, *args):
@@ -504,18 +486,10 @@ def _polar_grad(ctx, grad, *_):
     return torch.ops.pyops.polar_backward(grad, g, *ctx.settings, steps), *(None,) * 9
 
 
-def _batched(info, in_dims, *tensors):
-    """Every tensor with the vmapped dimension first."""
-    return [
-        t.expand(info.batch_size, *t.shape) if dim is None else t.movedim(dim, 0)
-        for t, dim in zip(tensors, in_dims, strict=True)
-    ]
-
-
 def _polar_backward_vmap(info, in_dims, grad, g, coefficients, normalize, eps, steps):
-    grad, g = _batched(info, in_dims[:2], grad, g)
+    grad, g = batched(info, in_dims[:2], grad, g)
     if steps.numel() > 0:
-        (steps,) = _batched(info, in_dims[5:], steps)
+        (steps,) = batched(info, in_dims[5:], steps)
     return torch.ops.pyops.polar_backward(grad, g, coefficients, normalize, eps, steps), 0
 
 
@@ -530,15 +504,11 @@ def _polar_svd_context(ctx, inputs, output):
 
 
 def _polar_svd_backward_vmap(info, in_dims, grad, g, rcond):
-    return torch.ops.pyops.polar_svd_backward(*_batched(info, in_dims[:2], grad, g), rcond), 0
+    return torch.ops.pyops.polar_svd_backward(*batched(info, in_dims[:2], grad, g), rcond), 0
 
 
 def _no_second_derivative(ctx, grad):
     raise RuntimeError("polar has no second derivative: its gradient cannot be differentiated again")
-
-
-def _first_vmap(op: str, info, in_dims, g, *args):
-    return getattr(torch.ops.pyops, op)(g.movedim(in_dims[0], 0), *args), 0
 
 
 def _direction_grad(ctx, grad):
@@ -565,7 +535,7 @@ _library.register(
     "float tol, int min_steps, bool with_residual) -> (Tensor, Tensor, Tensor)",
     reference=reference.polar,
     fake=_polar_fake,
-    cuda=_triton("polar"),
+    cuda=triton("lmo", "polar"),
     vmap=_polar_vmap,
     backward=_polar_grad,
     setup_context=_polar_context,
@@ -575,7 +545,7 @@ _library.register(
     "polar_backward",
     "(Tensor grad, Tensor g, float[] coefficients, str normalize, float eps, Tensor steps) -> Tensor",
     reference=reference.polar_backward,
-    fake=lambda grad, *args: _like(grad),
+    fake=lambda grad, *args: like(grad),
     vmap=_polar_backward_vmap,
     backward=_no_second_derivative,
     plain=True,
@@ -584,8 +554,8 @@ _library.register(
     "polar_svd",
     "(Tensor g, float rcond) -> Tensor",
     reference=reference.polar_svd,
-    fake=lambda g, rcond: _like(g),
-    vmap=functools.partial(_first_vmap, "polar_svd"),
+    fake=lambda g, rcond: like(g),
+    vmap=batched_first_argument("polar_svd"),
     backward=_polar_svd_grad,
     setup_context=_polar_svd_context,
     plain=True,
@@ -594,7 +564,7 @@ _library.register(
     "polar_svd_backward",
     "(Tensor grad, Tensor g, float rcond) -> Tensor",
     reference=reference.polar_svd_backward,
-    fake=lambda grad, *args: _like(grad),
+    fake=lambda grad, *args: like(grad),
     vmap=_polar_svd_backward_vmap,
     backward=_no_second_derivative,
     plain=True,
@@ -603,8 +573,8 @@ _library.register(
     "unit_direction",
     "(Tensor g, str norm, float scale) -> Tensor",
     reference=reference.unit_direction,
-    fake=lambda g, norm, scale: _like(g),
-    vmap=functools.partial(_first_vmap, "unit_direction"),
+    fake=lambda g, norm, scale: like(g),
+    vmap=batched_first_argument("unit_direction"),
     backward=_direction_grad,
     setup_context=_direction_context,
 )
@@ -615,6 +585,6 @@ _library.register(
     "str form, str compute, float eps, int seed) -> ()",
     reference=reference.lmo_step_,
     fake=lambda *args: None,
-    cuda=_triton("lmo_step_"),
+    cuda=triton("lmo", "lmo_step_"),
     uses_amx=_step_amx,
 )
