@@ -145,7 +145,6 @@ def test_cuda_sources_need_nvcc_but_neither_a_gpu_nor_a_cuda_torch(toy):
     assert "registers" in report
 
 
-@pytest.mark.slow
 def test_regular_install(tmp_path):
     """Built into a wheel, pyops carries its library, and triton_kernels only as a part of itself."""
     target = tmp_path / "site"
