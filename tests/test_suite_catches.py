@@ -238,7 +238,7 @@ FAULTS = [
     ("huge", "huge offset", toy("cuts_offset", cuts_offset)),
     ("huge", "huge stride", toy("cuts_stride", cuts_stride)),
     ("deterministic", "1 threads", toy("varies_by_run", varies_by_run)),
-    ("deterministic", "2 threads", toy("varies_by_threads", varies_by_threads)),
+    ("deterministic", "[12] threads", toy("varies_by_threads", varies_by_threads)),
     ("deterministic", "a problem alone", toy("varies_by_batch", varies_by_batch)),
     ("nan", "nan in its neighbour", toy("leaks_nan", leaks_nan)),
     ("nan", "is hidden by the result", toy("hides_nan", hides_nan)),
