@@ -2,7 +2,7 @@
 //
 // Mathematics. With d the direction (a gradient g, or its momentum average m <- m + (1-b)(g-m), with Nesterov
 // d = g + b(m-g)), and u the unit vector of d for a norm,
-//     W <- shrink W - step u(d),     u = sign(d) | d_ij/||d_:j|| | d_ij/||d_i:|| | d/||d||_F | a given u.
+//     W <- shrink W - step u(d),     u = sign(d) | d_ij/||d_:j|| | d_ij/||d_i:|| | d/||d||_F.
 // Norms are scale-safe without a first pass for a maximum (common/safe_norm.h).
 //
 // Tiling. A thread owns packs of 8 neighbouring columns, moved 16 bytes at a time where alignment allows.
@@ -14,10 +14,9 @@
 // other dimension is read element by element, through 32-byte sectors.
 //
 // Cost. Bytes per element, s(x) the element size of x (flops: under 30 per element, never the limit):
-//     unit_direction      sign: s(g)+s(out);   others: 2 s(g)+s(out)
-//     momentum_direction  s(g)+2 s(m)+s(d)
-//     apply_update        s(u)+2 s(W) [+ 2 s(g) with gradient decay]
-//     vector_step         sign: s(g)+2 s(m)+2 s(W);   others: s(g)+2 s(m), then s(m) [+ s(g) with Nesterov] + 2 s(W)
+//     unit_direction  sign: s(g)+s(out);   others: 2 s(g)+s(out)
+//     vector_step     sign: s(g)+2 s(m)+2 s(W);   others: s(g)+2 s(m), then s(m) [+ s(g) with Nesterov] + 2 s(W)
+//       without m     sign: s(g)+2 s(W);   others: 2 s(g)+2 s(W);   and s(g) for gradient decay
 #include "common/cuda.h"
 #include "common/safe_norm.h"
 #ifndef __CUDACC_RTC__
@@ -60,10 +59,10 @@ __device__ __forceinline__ void direction(const Source& s, i64 b, i64 r, i64 c, 
 
 // A unit is what shares one norm: a row, or a matrix.
 struct UnitPlan {
-    i64 batch, rows, cols, packs;  // packs of a row
-    i64 units, unit_rows;          // unit_rows: 1 or rows
-    i64 segments, chunk;           // segments of a unit, and packs of a segment
-    int lanes;                     // threads of a segment: 1, 2, ..., 32 or kBlock
+    i64 rows, cols, packs;  // packs of a row
+    i64 units, unit_rows;   // unit_rows: 1 or rows
+    i64 segments, chunk;    // segments of a unit, and packs of a segment
+    int lanes;              // threads of a segment: 1, 2, ..., 32 or kBlock
 };
 
 template <class Acc>
@@ -211,59 +210,9 @@ __global__ void __launch_bounds__(kBlock)
     }
 }
 
-// --- Elementwise passes ----------------------------------------------------------------------------------------------
+// --- Elementwise pass ------------------------------------------------------------------------------------------------
 
-// The largest |d| of each matrix as the bits of a non-negative float, whose order is that of the integers: an integer
-// atomic, thus deterministic. NaN bits exceed those of Inf.
-template <class Acc>
-struct BitsOf;
-template <>
-struct BitsOf<float> {
-    using type = u32;
-};
-template <>
-struct BitsOf<double> {
-    using type = u64;
-};
-__device__ __forceinline__ u32 magnitude_bits(float x) { return float_bits(x) & 0x7fffffffu; }
-__device__ __forceinline__ u64 magnitude_bits(double x) { return __builtin_bit_cast(u64, x) & 0x7fffffffffffffffull; }
-
-// A block per segment of a matrix. amax (or nullptr) must hold zero.
-template <class Acc>
-__global__ void __launch_bounds__(kBlock)
-    momentum_pass(Source source, Operand out, UnitPlan plan, typename BitsOf<Acc>::type* amax) {
-    using Bits = typename BitsOf<Acc>::type;
-    const i64 items = plan.batch * plan.segments, total = plan.rows * plan.packs;
-    for (i64 item = blockIdx.x; item < items; item += gridDim.x) {
-        i64 b, segment;
-        divide(item, plan.segments, b, segment);
-        const i64 begin = segment * plan.chunk, end = begin + plan.chunk < total ? begin + plan.chunk : total;
-        Bits largest = 0;
-        for (i64 at = begin + threadIdx.x; at < end; at += kBlock) {
-            i64 r, pack;
-            divide(at, plan.packs, r, pack);
-            const i64 c = pack * kPack, left = plan.cols - c;
-            const int n = left < kPack ? static_cast<int>(left) : kPack;
-            Acc d[kPack];
-            direction(source, b, r, c, n, d);
-            if (out.view.data != nullptr) store_pack(out, b, r, c, n, d);
-#pragma unroll
-            for (int v = 0; v < kPack; ++v) {
-                const Bits bits = magnitude_bits(d[v]);
-                largest = bits > largest ? bits : largest;
-            }
-        }
-        if (amax != nullptr) {
-            for (int step = 16; step > 0; step /= 2) {
-                const Bits other = __shfl_xor_sync(kAllLanes, largest, step);
-                largest = other > largest ? other : largest;
-            }
-            if (threadIdx.x % 32 == 0) atomicMax(amax + b, largest);
-        }
-    }
-}
-
-enum class Scaling : int { None, Sign, PerMatrix, PerRow, PerCol };
+enum class Scaling : int { Sign, PerMatrix, PerRow, PerCol };
 
 struct Update {
     Operand w, g;  // g.view.data == nullptr: no decay
@@ -277,7 +226,6 @@ struct Update {
 
 template <class Acc>
 __device__ __forceinline__ Acc unit(const Update& update, const Factor<Acc>* factors, i64 at, int v, Acc d) {
-    if (update.scaling == Scaling::None) return d;
     if (update.scaling == Scaling::Sign) return d > 0 ? Acc(1) : d < 0 ? Acc(-1) : d;
     const Factor<Acc> f = factors[update.scaling == Scaling::PerCol ? at + v : at];
     return (d * f.power) * f.inverse;
@@ -356,7 +304,7 @@ int lanes_for(i64 packs) {
 
 UnitPlan unit_plan(i64 batch, i64 rows, i64 cols, bool per_row) {
     UnitPlan p{};
-    p.batch = batch, p.rows = rows, p.cols = cols, p.packs = divide_up(cols, kPack);
+    p.rows = rows, p.cols = cols, p.packs = divide_up(cols, kPack);
     p.units = per_row ? batch * rows : batch;
     p.unit_rows = per_row ? 1 : rows;
     const i64 unit_packs = p.unit_rows * p.packs;
@@ -414,13 +362,13 @@ struct Problem {
     }
 
     // Rows that follow each other in every tensor become one; then matrices, if nothing is per matrix.
-    void collapse(bool whole_batch) {
+    void collapse() {
         if (scaling == Scaling::PerRow || scaling == Scaling::PerCol) return;
         bool joined = true;
         for (const View& v : views) joined = joined && (v.data == nullptr || rows == 1 || v.row == cols * v.col);
         if (!joined) return;
         cols *= rows, rows = 1;
-        if (!whole_batch || scaling == Scaling::PerMatrix) return;
+        if (scaling == Scaling::PerMatrix) return;
         for (const View& v : views) joined = joined && (v.data == nullptr || batch == 1 || v.batch == cols * v.col);
         if (joined) cols *= batch, batch = 1;
     }
@@ -464,7 +412,7 @@ void launch_norms(const Problem& p, const Source& source, Factor<Acc>* factors, 
 template <class Acc>
 cudaError_t launch_step(const Problem& p, Source source, const Update& update, void* workspace, cudaStream_t stream) {
     Factor<Acc>* const factors = static_cast<Factor<Acc>*>(workspace);
-    if (p.scaling != Scaling::None && p.scaling != Scaling::Sign) {
+    if (p.scaling != Scaling::Sign) {
         const i64 units = p.scaling == Scaling::PerMatrix ? p.batch
                           : p.scaling == Scaling::PerRow  ? p.batch * p.rows
                                                           : p.batch * p.cols;
@@ -474,14 +422,6 @@ cudaError_t launch_step(const Problem& p, Source source, const Update& update, v
     const i64 packs = p.batch * p.rows * divide_up(p.cols, kPack);
     PYOPS_LAUNCH((apply_pass<Acc>), grid_for(divide_up(packs, kBlock)), kBlock, 0, stream, source, update, p.batch,
                  p.rows, p.cols, factors);
-    return cudaGetLastError();
-}
-
-template <class Acc>
-cudaError_t launch_momentum(const Source& source, const Operand& out, const UnitPlan& plan, void* amax,
-                            cudaStream_t stream) {
-    PYOPS_LAUNCH((momentum_pass<Acc>), grid_for(plan.batch * plan.segments), kBlock, 0, stream, source, out, plan,
-                 static_cast<typename BitsOf<Acc>::type*>(amax));
     return cudaGetLastError();
 }
 
@@ -506,13 +446,13 @@ struct Step {
 cudaError_t run(const Step& s, i64 batch, i64 rows, i64 cols, void* workspace, cudaStream_t stream) {
     if (bad_sizes(batch, rows, cols)) return cudaErrorInvalidValue;
     if (nothing(batch, rows, cols)) return cudaSuccess;
-    const bool needs_workspace = s.scaling != Scaling::None && s.scaling != Scaling::Sign;
+    const bool needs_workspace = s.scaling != Scaling::Sign;
     if (s.w.data == nullptr || s.g.data == nullptr || (needs_workspace && workspace == nullptr))
         return cudaErrorInvalidValue;
     const View index{s.w.data, s.w.dtype, rows * cols, cols, 1};
     Problem p{batch, rows, cols, s.scaling, {s.w, s.g, s.m, s.decayed, index}};
     p.orient();
-    p.collapse(true);
+    p.collapse();
     const Source source{p.operand(1), p.operand(2), s.momentum, s.nesterov, s.m.data != nullptr};
     const bool half = s.w.dtype == DType::BF16 || s.w.dtype == DType::F16;
     const Update update{
@@ -540,34 +480,6 @@ cudaError_t unit_direction(View g, View out, long long batch, long long rows, lo
                            double scale, void* workspace, cudaStream_t stream) {
     const Step s{out, g, absent(), absent(), 0.0, -scale, 0.0, 1.0, false, false, -1, 0, scaling_of(norm)};
     return run(s, batch, rows, cols, workspace, stream);
-}
-
-cudaError_t momentum_direction(View g, View m, View d, long long batch, long long rows, long long cols, double momentum,
-                               bool nesterov, void* amax, cudaStream_t stream) {
-    if (bad_sizes(batch, rows, cols)) return cudaErrorInvalidValue;
-    if (batch > 0 && amax != nullptr) {
-        const bool wide =
-            g.dtype == DType::F64 || (m.data && m.dtype == DType::F64) || (d.data && d.dtype == DType::F64);
-        const cudaError_t status = cudaMemsetAsync(amax, 0, static_cast<size_t>(batch) * (wide ? 8 : 4), stream);
-        if (status != cudaSuccess) return status;
-    }
-    if (nothing(batch, rows, cols)) return cudaSuccess;
-    if (g.data == nullptr) return cudaErrorInvalidValue;
-    Problem p{batch, rows, cols, Scaling::None, {m.data != nullptr ? m : g, g, d, absent(), absent()}};
-    p.orient();
-    p.collapse(amax == nullptr);
-    UnitPlan plan = unit_plan(p.batch, p.rows, p.cols, false);
-    plan.lanes = kBlock;
-    Source source{p.operand(1), p.operand(0), momentum, nesterov, true};
-    if (m.data == nullptr) source.m.view.data = nullptr;
-    return any_double(p) ? launch_momentum<double>(source, p.operand(2), plan, amax, stream)
-                         : launch_momentum<float>(source, p.operand(2), plan, amax, stream);
-}
-
-cudaError_t apply_update(View w, View u, View g, long long batch, long long rows, long long cols, double shrink,
-                         double step, double grad_decay, long long seed, long long tensor, cudaStream_t stream) {
-    const Step s{w, u, absent(), g, shrink, step, 0.0, grad_decay, true, false, seed, tensor, Scaling::None};
-    return run(s, batch, rows, cols, nullptr, stream);
 }
 
 cudaError_t vector_step(View w, View g, View m, long long batch, long long rows, long long cols, VectorNorm norm,

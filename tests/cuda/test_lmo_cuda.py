@@ -71,12 +71,6 @@ class Lmo:
         assert_written(out)
         return out
 
-    def momentum_direction(self, g, m, d, momentum, nesterov, amax=None):
-        self.call("momentum_direction", (g, m, d), sizes(g), momentum, int(nesterov), amax)
-
-    def apply_update(self, w, u, g, shrink, step, decay=1.0, seed=-1, tensor=0):
-        self.call("apply_update", (w, u, g), sizes(w), shrink, step, decay, seed, tensor)
-
     def vector_step(
         self, w, g, m, norm, shrink, step, momentum=0.0, nesterov=False, decay=1.0, seed=-1, tensor=0
     ):
@@ -221,9 +215,7 @@ def test_zeros_and_empties(norm, dtype):
         empty = lmo.guarded(torch.empty(shape, dtype=dtype))
         lmo.unit_direction(empty, norm)
         lmo.vector_step(empty, empty, None, norm, 0.5, 0.5)
-        assert lmo.emulator.launches == 0
-        lmo.momentum_direction(empty, empty, empty, 0.9, True)
-        lmo.apply_update(empty, empty, None, 0.5, 0.5)
+        lmo.vector_step(empty, empty, empty, norm, 0.5, 0.5, 0.9, True)
         assert lmo.emulator.launches == 0
 
 
@@ -318,61 +310,6 @@ def test_steps_of_mixed_layouts(norm):
         assert error(m, want_m) <= 1e-6, pick
 
 
-@pytest.mark.parametrize("nesterov", [False, True])
-def test_momentum_direction(nesterov):
-    for (td, tg, tm), shape in itertools.product(MIXES, [(1, 1, 1), (3, 5, 9), (2, 130, 264), (1, 7, 3000)]):
-        lmo = Lmo()
-        g, m = (lmo.guarded(torch.randn(shape, dtype=F64).to(t)) for t in (tg, tm))
-        wide = F64 if F64 in (td, tg, tm) else F32
-        d, amax = lmo.poisoned(torch.empty(shape, dtype=td)), lmo.poisoned(torch.empty(shape[0], dtype=wide))
-        _, want_m = step_reference(g, g, m, None, 0.0, -1.0, 0.8, nesterov)
-        lmo.momentum_direction(g, m, d, 0.8, nesterov, amax)
-        assert_written(d)
-        assert error(m, want_m) <= 2 * UNIT[tm] + 4 * UNIT[F32]
-        want = g.double() + 0.8 * (m.double() - g.double()) if nesterov else m.double()
-        assert error(d, want) <= gate(td, tg, tm)
-        torch.testing.assert_close(amax.double(), want.abs().amax((1, 2)), rtol=8 * UNIT[wide], atol=0)
-
-
-def test_momentum_direction_without_parts():
-    """No m: a copy of g in another type. No d: only m and amax. No amax: one flat pass."""
-    lmo = Lmo()
-    g, m = lmo.guarded(torch.randn(3, 17, 12).to(BF16)), lmo.guarded(torch.randn(3, 17, 12))
-    d, amax = lmo.poisoned(torch.empty(3, 17, 12)), lmo.poisoned(torch.empty(3))
-    lmo.momentum_direction(g, None, d, 0.5, False, amax)
-    assert torch.equal(d, g.float())
-    assert torch.equal(amax, g.float().abs().amax((1, 2)))
-    want = 0.5 * (m + g.float())
-    lmo.momentum_direction(g, m, None, 0.5, False, poison(amax))
-    torch.testing.assert_close(m, want)
-    assert torch.equal(amax, m.abs().amax((1, 2)))
-    lmo.momentum_direction(g, m, None, 0.5, False, None)
-    torch.testing.assert_close(m, 0.5 * (want + g.float()))
-
-
-@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
-def test_amax_flags_the_matrix_that_is_not_finite(bad):
-    lmo = Lmo()
-    g = torch.randn(4, 9, 40)
-    g[2, 3, 39] = -bad
-    amax = lmo.poisoned(torch.empty(4))
-    lmo.momentum_direction(lmo.guarded(g), None, None, 0.0, False, amax)
-    assert amax.isfinite().tolist() == [True, True, False, True]
-
-
-def test_apply_update():
-    for (tw, tu, tg), shape in itertools.product(MIXES, [(1, 1, 1), (2, 17, 41), (1, 64, 96)]):
-        lmo = Lmo()
-        w, u, g = (lmo.guarded(torch.randn(shape, dtype=F64).to(t)) for t in (tw, tu, tg))
-        want, want_g = 0.9 * w.double() - 0.25 * u.double(), (0.5 * g.double()).to(tg)
-        lmo.apply_update(w, u, g, 0.9, 0.25, 0.5)
-        assert error(w, want) <= gate(tw, tu, tg)
-        assert torch.equal(g, want_g)
-        before = w.clone()
-        lmo.apply_update(w, u, None, 1.0, 0.0)
-        assert torch.equal(w, before)
-
-
 @pytest.mark.parametrize("dtype", [BF16, F16], ids=str)
 def test_stochastic_rounding_is_unbiased(dtype):
     """A step of a tenth of an ulp moves the mean by that much, and every result is one of two neighbours."""
@@ -381,8 +318,8 @@ def test_stochastic_rounding_is_unbiased(dtype):
             ulp = 2.0**-24 if dtype == F16 else 2.0**-20 * torch.finfo(dtype).eps  # subnormal in float16
         lmo = Lmo()
         w = lmo.guarded(torch.full((64, 512), value, dtype=dtype))
-        u = lmo.guarded(torch.full((64, 512), -0.1 * ulp))
-        lmo.apply_update(w, u, None, 1.0, 1.0, seed=11, tensor=3)
+        g = lmo.guarded(torch.full((64, 512), -1.0))
+        lmo.vector_step(w, g, None, "sign", 1.0, 0.1 * ulp, seed=11, tensor=3)
         moved = ((w.double() - value) / ulp).round(decimals=6)
         assert set(moved.unique().tolist()) == {0.0, 1.0}
         deviation = math.sqrt(0.1 * 0.9 / w.numel())
@@ -395,12 +332,12 @@ def test_stochastic_rounding_is_unbiased(dtype):
 
 def test_stochastic_rounding_depends_on_seed_tensor_and_element_alone():
     base = torch.randn(3, 24, 40).to(BF16)
-    u = torch.randn(3, 24, 40) * 1e-3
+    g = torch.randn(3, 24, 40)
 
     def step(w, order="forward", **key):
         lmo = Lmo(order)
         w = lmo.guarded(w)
-        lmo.apply_update(w, lmo.guarded(u), None, 1.0, 1.0, **key)
+        lmo.vector_step(w, lmo.guarded(g), None, "sign", 1.0, 1e-3, **key)
         return w.clone()
 
     first = step(base, seed=5, tensor=2)
@@ -418,33 +355,31 @@ def test_stochastic_rounding_depends_on_seed_tensor_and_element_alone():
     ).to(BF16)
     lmo = Lmo()
     w = lmo.guarded(special)
-    lmo.apply_update(w, lmo.guarded(torch.zeros(1, 8)), None, 1.0, 1.0, seed=1)
+    lmo.vector_step(w, lmo.guarded(torch.zeros(1, 8)), None, "sign", 1.0, 1.0, seed=1)
     torch.testing.assert_close(w, special, rtol=0, atol=0, equal_nan=True)
+
+
+def converted(x, dtype):
+    """x as the kernels load and store it: a momentum of zero that is replaced by the gradient."""
+    lmo = Lmo()
+    w, m = lmo.guarded(torch.zeros_like(x)), lmo.guarded(torch.zeros_like(x, dtype=dtype))
+    lmo.vector_step(w, lmo.guarded(x), m, "sign", 1.0, 0.0, momentum=0.0)
+    return m.clone()
 
 
 def test_16_bit_conversions_of_every_value():
     """All values of each type survive the trip to float32 and back, and float32 rounds as in torch."""
     for dtype in (BF16, F16):
-        lmo = Lmo()
-        every = lmo.guarded(torch.arange(65536).to(torch.int16).view(dtype).view(1, 256, 256))
-        wide, back = (
-            lmo.poisoned(torch.empty(1, 256, 256)),
-            lmo.poisoned(torch.empty(1, 256, 256, dtype=dtype)),
-        )
-        lmo.momentum_direction(every, None, wide, 0.0, False)
-        torch.testing.assert_close(wide, every.float(), rtol=0, atol=0, equal_nan=True)
+        every = torch.arange(65536).to(torch.int16).view(dtype).view(1, 256, 256)
+        torch.testing.assert_close(converted(every, F32), every.float(), rtol=0, atol=0, equal_nan=True)
         # Every value, the midpoints between neighbours, and a bit to either side of them.
-        bits = wide.view(torch.int32)
+        bits = every.float().view(torch.int32)
         half_ulp = 1 << (15 if dtype == BF16 else 12)
         for shift in (0, half_ulp - 1, half_ulp, half_ulp + 1):
-            x = lmo.guarded((bits + shift).view(F32))
-            lmo.momentum_direction(x, None, poison(back), 0.0, False)
-            torch.testing.assert_close(back, x.to(dtype), rtol=0, atol=0, equal_nan=True)
+            x = (bits + shift).view(F32)
+            torch.testing.assert_close(converted(x, dtype), x.to(dtype), rtol=0, atol=0, equal_nan=True)
     tiny = torch.cat([torch.arange(4096) * 2.0**-26, -torch.arange(4096) * 2.0**-26]).view(1, 2, 4096)
-    lmo = Lmo()
-    back = lmo.poisoned(torch.empty(1, 2, 4096, dtype=F16))
-    lmo.momentum_direction(lmo.guarded(tiny), None, back, 0.0, False)
-    assert torch.equal(back, tiny.half())
+    assert torch.equal(converted(tiny, F16), tiny.half())
 
 
 @pytest.mark.parametrize("norm", NORMS)
@@ -456,9 +391,7 @@ def test_same_bits_in_every_order_of_threads(norm):
         lmo = Lmo(order, seed)
         copies = [lmo.guarded(x) for x in (w, g, m)]
         lmo.vector_step(*copies, norm, 0.9, 0.1, 0.8, True)
-        amax = lmo.poisoned(torch.empty(2))
-        lmo.momentum_direction(copies[1], copies[2], None, 0.5, False, amax)
-        results.append([x.clone() for x in (*copies, amax)])
+        results.append([x.clone() for x in copies])
     for other in results[1:]:
         assert all(torch.equal(a, b) for a, b in zip(results[0], other, strict=True))
 
@@ -488,5 +421,5 @@ def test_bad_arguments():
     lmo.call("unit_direction", (g, None), (1, 2, 3), 0, 1.0, None, status=1)
     lmo.call("unit_direction", (None, out), (1, 2, 3), 0, 1.0, None, status=1)
     lmo.call("unit_direction", (g, out), (1, 2, 3), 1, 1.0, None, status=1)
-    lmo.call("momentum_direction", (None, g, out), (1, 2, 3), 0.5, 0, None, status=1)
-    lmo.call("apply_update", (None, g, None), (1, 2, 3), 1.0, 1.0, 1.0, -1, 0, status=1)
+    for step_of in ((None, g, None), (g, None, None)):
+        lmo.call("vector_step", step_of, (1, 2, 3), 0, 1.0, 1.0, 0.0, 0, 1.0, -1, 0, None, status=1)

@@ -13,16 +13,6 @@ PYOPS_EMULATOR_API int shim_unit_direction(const View* g, const View* out, i64 b
     return unit_direction(*g, *out, batch, rows, cols, static_cast<VectorNorm>(norm), scale, workspace, nullptr);
 }
 
-PYOPS_EMULATOR_API int shim_momentum_direction(const View* g, const View* m, const View* d, i64 batch, i64 rows,
-                                               i64 cols, double momentum, int nesterov, void* amax) {
-    return momentum_direction(*g, *m, *d, batch, rows, cols, momentum, nesterov != 0, amax, nullptr);
-}
-
-PYOPS_EMULATOR_API int shim_apply_update(const View* w, const View* u, const View* g, i64 batch, i64 rows, i64 cols,
-                                         double shrink, double step, double decay, i64 seed, i64 tensor) {
-    return apply_update(*w, *u, *g, batch, rows, cols, shrink, step, decay, seed, tensor, nullptr);
-}
-
 PYOPS_EMULATOR_API int shim_vector_step(const View* w, const View* g, const View* m, i64 batch, i64 rows, i64 cols,
                                         int norm, double shrink, double step, double momentum, int nesterov,
                                         double decay, i64 seed, i64 tensor, void* workspace) {
