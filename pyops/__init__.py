@@ -12,15 +12,28 @@ from typing import TYPE_CHECKING, Any
 
 from pyops._info import info
 from pyops._library import which
+from pyops.ops.linear_attention import linear_attention, linear_attention_step
 from pyops.ops.lmo import lmo, polar, polar_coefficients, spectral_lmo
 
 if TYPE_CHECKING:
-    from pyops import optim, papers
+    from pyops import compat, optim, papers
 
-__all__ = ["info", "lmo", "optim", "papers", "polar", "polar_coefficients", "spectral_lmo", "which"]
+__all__ = [
+    "compat",
+    "info",
+    "linear_attention",
+    "linear_attention_step",
+    "lmo",
+    "optim",
+    "papers",
+    "polar",
+    "polar_coefficients",
+    "spectral_lmo",
+    "which",
+]
 
 
 def __getattr__(name: str) -> Any:
-    if name in ("optim", "papers"):
+    if name in ("compat", "optim", "papers"):
         return importlib.import_module(f"pyops.{name}")
     raise AttributeError(f"module 'pyops' has no attribute {name!r}")

@@ -12,26 +12,14 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
+from pyops.reference._precision import without_autocast, working_dtype
+
 CARRIED_STEPS = 2  # bfloat16: this many steps in float32, since they amplify the rounding of X the most
-
-
-def without_autocast(function: Callable) -> Callable:
-    """Products in here choose their own precision; autocast must not lower it."""
-
-    @functools.wraps(function)
-    def wrapper(*args):
-        tensor = args[0] if isinstance(args[0], Tensor) else next(iter(args[0]), None)
-        if tensor is None or not torch.amp.is_autocast_available(tensor.device.type):
-            return function(*args)
-        with torch.autocast(tensor.device.type, enabled=False):
-            return function(*args)
-
-    return wrapper
 
 
 def round_bf16(x: Tensor) -> Tensor:
@@ -53,10 +41,6 @@ def product(a: Tensor, b: Tensor, compute: str) -> Tensor:
         a_high, b_high = round_bf16(a), round_bf16(b)
         return a_high @ b_high + (a_high @ round_bf16(b - b_high) + round_bf16(a - a_high) @ b_high)
     return a @ b
-
-
-def working_dtype(g: Tensor) -> torch.dtype:
-    return torch.float64 if g.dtype == torch.float64 else torch.float32
 
 
 def power_of_two(x: Tensor, dims: Sequence[int]) -> tuple[Tensor, Tensor]:

@@ -1,0 +1,411 @@
+"""Linear attention with a state: one recurrence for linear attention, RetNet, Mamba-2 (SSD), GLA, DeltaNet,
+gated DeltaNet and KDA.
+
+Katharopoulos et al. 2020, "Transformers are RNNs"; Sun et al. 2023, "Retentive Network"; Dao, Gu 2024,
+"Transformers are SSMs"; Yang et al. 2024, "Gated Linear Attention" and "Parallelizing Linear Transformers
+with the Delta Rule"; Yang, Kautz, Hatamizadeh 2025, "Gated Delta Networks".
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pyops import _library
+from pyops.ops import _checks as checks
+from pyops.ops._registration import like, triton
+from pyops.reference import linear_attention as reference
+
+NORMALIZE_EPS = 1e-10  # flash-linear-attention's
+State = Tensor | tuple[Tensor, Tensor]
+
+
+def linear_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    g: Tensor | None = None,
+    beta: Tensor | None = None,
+    scale: float | None = None,
+    initial_state: State | None = None,
+    output_final_state: bool = False,
+    cu_seqlens: Tensor | None = None,
+    normalize: bool = False,
+    chunk_size: int | None = None,
+) -> tuple[Tensor, State | None]:
+    """Causal linear attention, o_t = scale q_t S_t, with a decayed or corrected state S per value head.
+
+    Per token, with row vectors and S = 0 or ``initial_state`` before the first one:
+
+        S <- Diag(exp g_t) S                                                        (no g: as it is)
+        u = v_t, or with beta (the delta rule) u = beta_t (v_t - k_t S)
+        S <- S + k_t^T u,    o_t = scale q_t S
+
+    ======================================  ==============  ======
+    method                                  g               beta
+    ======================================  ==============  ======
+    linear attention                        None            None
+    RetNet, lightning attention             [H]             None
+    Mamba-2 (SSD), simple GLA               [B, T, H]       None
+    GLA                                     [B, T, H, K]    None
+    DeltaNet                                None            [B, T, H]
+    gated DeltaNet                          [B, T, H]       [B, T, H]
+    KDA                                     [B, T, H, K]    [B, T, H]
+    ======================================  ==============  ======
+
+    Args:
+        q, k: [B, T, H, K], one dtype of float64, float32, bfloat16 and float16, any strides. They are used as
+            they are; the delta rule wants rows of k of norm about 1.
+        v: [B, T, HV, V], HV a multiple of H: value head h uses the q and k of head h // (HV // H).
+        g: logarithm of the decay, [B, T, H] or [B, T, HV], with a further dimension K for one decay per entry
+            of k, or [H] or [HV] for one constant per head; any of the four dtypes. -inf is an exact reset:
+            the state before it is dropped, NaN included. 0 equals None. Positive values are allowed and may
+            overflow.
+        beta: [B, T, H] or [B, T, HV], usually in [0, 1] or [0, 2]; any of the four dtypes.
+        scale: of q; default K^(-1/2).
+        initial_state: [N, HV, K, V], any of the four dtypes, never written to; N = B, or the number of
+            sequences of ``cu_seqlens``.
+        output_final_state: also return the state after the last token.
+        cu_seqlens: [N + 1], int32 or int64: sequences of any length lie one after another in a batch of one,
+            sequence n being tokens ``cu_seqlens[n]`` to ``cu_seqlens[n + 1]``; empty ones are allowed.
+        normalize: divide o by ``scale q_t z_t + 1e-10``, z_t the sum of the (decayed) k; not with beta.
+            Meant for q and k above 0, as feature maps give them. It computes 16-bit inputs in float32,
+            because sums over T overflow float16. ``initial_state`` and the final state are then pairs
+            (S, z [N, HV, K]).
+        chunk_size: tokens computed at once, a power of two; a backend takes the nearest size it has. Default:
+            the backend's choice. It changes the speed and the rounding, not the result.
+
+    Returns:
+        (o, final_state): o [B, T, HV, V] in q's dtype; the state [N, HV, K, V] in float32 (float64 for
+        float64), or None without ``output_final_state``. Both are contiguous and share no memory with inputs.
+
+        States and sums are in float32 (float64 for float64 inputs); memory beyond inputs and results does not
+        grow with T in the forward, and by one state per chunk in the backward pass. NaN and Inf in a token
+        reach that sequence and head from that token on, and nothing else; from v only their own column.
+
+        Gradients reach every tensor argument, also through the final state alone; a g of -inf has gradient 0.
+        Second derivatives and forward mode raise RuntimeError. ``torch.vmap`` works, but not with
+        ``cu_seqlens``.
+
+    Raises:
+        TypeError, ValueError: naming the argument, what was received and what is wanted; before any work, the
+            values in ``cu_seqlens`` (ValueError or RuntimeError) when the work starts.
+
+    >>> q = k = v = torch.ones(1, 3, 1, 1)
+    >>> linear_attention(q, k, v)[0].flatten()
+    tensor([1., 2., 3.])
+    >>> o, state = linear_attention(q, k, v, g=torch.tensor([0.5]).log(), output_final_state=True)
+    >>> o.flatten(), state.shape
+    (tensor([1.0000, 1.5000, 1.7500]), torch.Size([1, 1, 1, 1]))
+    >>> linear_attention(q, k, v, beta=torch.ones(1, 3, 1))[0].flatten()
+    tensor([1., 1., 1.])
+    """
+    _check_tokens(q, k, v, "[B, T, {}, {}]")
+    batch, length, _, key_dim = q.shape
+    values = v.shape[2]
+    g = _gate(g, q, v)
+    _check_per_head("beta", beta, q, v)
+    for name, value in (("output_final_state", output_final_state), ("normalize", normalize)):
+        if not isinstance(value, bool):
+            raise TypeError(f"{name} must be a bool, got {value!r}")
+    if normalize and beta is not None:
+        raise ValueError("normalize must be False with beta, got True")
+    count = _sequences(cu_seqlens, q)
+    initial = None
+    if normalize:
+        if initial_state is not None:
+            initial = _joined_state(initial_state, (count, values, key_dim, v.shape[3]), q)
+        ones = torch.ones(1, dtype=v.dtype, device=v.device).expand(batch, length, values, 1)
+        v = torch.cat([v, ones], -1)
+    elif initial_state is not None:
+        initial = _check_state("initial_state", initial_state, (count, values, key_dim, v.shape[3]), q)
+    wide = torch.float32 if normalize and q.dtype in (torch.bfloat16, torch.float16) else q.dtype
+    o, final = torch.ops.pyops.linear_attention(
+        q.to(wide), k.to(wide), v.to(wide), g, beta, initial, cu_seqlens, _scale(scale, key_dim),
+        _chunk_size(chunk_size),
+    )  # fmt: skip
+    if not normalize:
+        return o, final if output_final_state else None
+    o = (o[..., :-1] / (o[..., -1:] + NORMALIZE_EPS)).to(q.dtype)
+    return o, (final[..., :-1].contiguous(), final[..., -1].contiguous()) if output_final_state else None
+
+
+def linear_attention_step(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    state: Tensor,
+    *,
+    g: Tensor | None = None,
+    beta: Tensor | None = None,
+    scale: float | None = None,
+    inplace: bool = False,
+) -> tuple[Tensor, Tensor]:
+    """One token of :func:`linear_attention`, as in decoding.
+
+    Args:
+        q, k: [B, H, K]; v: [B, HV, V]; dtypes as in :func:`linear_attention`.
+        state: [B, HV, K, V] before the token.
+        g: [B, H], [B, HV], either with a further dimension K, or [H] or [HV]; beta: [B, H] or [B, HV].
+        scale: default K^(-1/2).
+        inplace: write the new state into ``state``, which must be float32 (float64 for float64 q). It records
+            no gradient.
+
+    Returns:
+        (o [B, HV, V] in q's dtype, the new state in float32 or float64; with ``inplace``, ``state`` itself).
+
+    Raises:
+        TypeError, ValueError: naming the argument, what was received and what is wanted, before any work.
+        RuntimeError: for ``inplace`` where a gradient would be recorded.
+
+    >>> q = k = v = torch.ones(1, 1, 1)
+    >>> state = torch.zeros(1, 1, 1, 1)
+    >>> for _ in range(3):
+    ...     o, state = linear_attention_step(q, k, v, state, inplace=True)
+    >>> o.item()
+    3.0
+    """
+    _check_tokens(q, k, v, "[B, {}, {}]")
+    batch, _, key_dim = q.shape
+    g = _gate(g, q, v)
+    _check_per_head("beta", beta, q, v)
+    _check_state("state", state, (batch, v.shape[1], key_dim, v.shape[2]), q)
+    factor = _scale(scale, key_dim)
+    if not inplace:
+        token = [None if t is None else t.unsqueeze(1) for t in (q, k, v, g, beta)]
+        o, after = torch.ops.pyops.linear_attention(*token, state, None, factor, 0)
+        return o.squeeze(1), after
+    wanted = reference.working_dtype(q)
+    if state.dtype != wanted:
+        raise TypeError(f"state must be {wanted} with inplace=True and q in {q.dtype}, got {state.dtype}")
+    tensors = [t for t in (q, k, v, g, beta, state) if t is not None]
+    if torch.is_grad_enabled() and any(t.requires_grad for t in tensors):
+        raise RuntimeError("inplace=True records no gradient: call it under torch.no_grad()")
+    o = torch.ops.pyops.linear_attention_step_(q, k, v, g, beta, state, factor)
+    if not torch.compiler.is_compiling():  # a kernel writes through a pointer; autograd must know of it
+        torch.autograd.graph.increment_version([state])
+    return o, state
+
+
+# Argument checks
+
+
+def _check_like(name: str, t: Any, q: Tensor, ndims: tuple[int, ...], shape: str) -> None:
+    checks.matrix(name, t, 0)
+    if t.ndim not in ndims:
+        raise ValueError(f"{name} must be {shape}, got shape {tuple(t.shape)}")
+    if t.device != q.device:
+        raise ValueError(f"{name} must be on the device of q, {q.device}, got {t.device}")
+
+
+def _check_tokens(q: Any, k: Any, v: Any, layout: str) -> None:
+    """q, k and v of a sequence, or of one token; ``layout`` is their shape but for heads and channels."""
+    ndim = layout.count(",") + 1
+    of_q, of_v = layout.format("H", "K"), layout.format("HV", "V")
+    checks.matrix("q", q, 0)
+    _check_like("q", q, q, (ndim,), of_q)
+    _check_like("k", k, q, (ndim,), of_q)
+    _check_like("v", v, q, (ndim,), of_v)
+    for name, t in (("k", k), ("v", v)):
+        if t.dtype != q.dtype:
+            raise TypeError(f"{name} must have the dtype of q, {q.dtype}, got {t.dtype}")
+    if k.shape != q.shape:
+        raise ValueError(f"k must have the shape of q, {tuple(q.shape)}, got {tuple(k.shape)}")
+    if v.shape[:-2] != q.shape[:-2]:
+        raise ValueError(f"v must be {of_v} for q of shape {tuple(q.shape)}, got shape {tuple(v.shape)}")
+    if q.shape[-2] == 0:
+        raise ValueError(f"q must have at least one head, got shape {tuple(q.shape)}")
+    if v.shape[-2] == 0 or v.shape[-2] % q.shape[-2]:
+        raise ValueError(
+            f"v must have a multiple of q's {q.shape[-2]} heads, got {v.shape[-2]} in shape {tuple(v.shape)}"
+        )
+
+
+def _check_per_head(name: str, t: Any, q: Tensor, v: Tensor) -> None:
+    """beta, or g with a scalar per head: the leading dimensions of q, with q's heads or v's."""
+    if t is None:
+        return
+    wanted = ", ".join("BT"[: q.ndim - 2])
+    _check_like(name, t, q, (q.ndim - 1,), f"[{wanted}, H] or [{wanted}, HV]")
+    if t.shape[:-1] != q.shape[:-2] or t.shape[-1] not in (q.shape[-2], v.shape[-2]):
+        raise ValueError(
+            f"{name} must be {(*q.shape[:-2], v.shape[-2])} or {(*q.shape[:-1],)}, got shape {tuple(t.shape)}"
+        )
+
+
+def _gate(g: Any, q: Tensor, v: Tensor) -> Tensor | None:
+    """g as [B, T, heads] or [B, T, heads, K] (without T for one token)."""
+    if g is None:
+        return None
+    wanted = ", ".join("BT"[: q.ndim - 2])
+    _check_like("g", g, q, (1, q.ndim - 1, q.ndim), f"[H], [{wanted}, H] or [{wanted}, H, K], or HV for H")
+    if g.ndim == q.ndim:
+        if g.shape[-1] != q.shape[-1]:
+            raise ValueError(f"g must have K = {q.shape[-1]} decays per head, got shape {tuple(g.shape)}")
+        _check_per_head("g", g[..., 0] if g.shape[-1] else g.sum(-1), q, v)
+        return g
+    if g.ndim == 1:
+        if g.shape[0] not in (q.shape[-2], v.shape[-2]):
+            raise ValueError(
+                f"g must have {q.shape[-2]} or {v.shape[-2]} heads, H or HV, got shape {tuple(g.shape)}"
+            )
+        g = g.expand(*q.shape[:-2], g.shape[0])
+    _check_per_head("g", g, q, v)
+    return g
+
+
+def _check_state(name: str, state: Any, shape: tuple[int, ...], q: Tensor) -> Tensor:
+    _check_like(name, state, q, (len(shape),), str(shape))
+    if tuple(state.shape) != shape:
+        raise ValueError(f"{name} must be {shape}, got shape {tuple(state.shape)}")
+    return state
+
+
+def _joined_state(state: Any, shape: tuple[int, ...], q: Tensor) -> Tensor:
+    """[N, HV, K, V + 1] of the pair (S, z) of normalize=True."""
+    if not isinstance(state, tuple) or len(state) != 2:
+        found = f"a tuple of {len(state)}" if isinstance(state, tuple) else type(state).__name__
+        raise TypeError(f"initial_state must be a pair (S, z) with normalize=True, got {found}")
+    _check_state("initial_state[0]", state[0], shape, q)
+    _check_state("initial_state[1]", state[1], shape[:3], q)
+    dtype = torch.promote_types(state[0].dtype, state[1].dtype)
+    return torch.cat([state[0].to(dtype), state[1].to(dtype).unsqueeze(-1)], -1)
+
+
+def _sequences(cu_seqlens: Any, q: Tensor) -> int:
+    """N: the number of sequences."""
+    if cu_seqlens is None:
+        return q.shape[0]
+    if not isinstance(cu_seqlens, Tensor):
+        raise TypeError(f"cu_seqlens must be a torch.Tensor, got {type(cu_seqlens).__name__}")
+    if cu_seqlens.dtype not in (torch.int32, torch.int64):
+        raise TypeError(f"cu_seqlens must be int32 or int64, got {cu_seqlens.dtype}")
+    if cu_seqlens.ndim != 1 or cu_seqlens.shape[0] < 2:
+        raise ValueError(f"cu_seqlens must be [N + 1] with N >= 1, got shape {tuple(cu_seqlens.shape)}")
+    if cu_seqlens.device != q.device:
+        raise ValueError(f"cu_seqlens must be on the device of q, {q.device}, got {cu_seqlens.device}")
+    if q.shape[0] != 1:
+        raise ValueError(f"q must have a batch of 1 with cu_seqlens, got shape {tuple(q.shape)}")
+    return cu_seqlens.shape[0] - 1
+
+
+def _scale(scale: Any, key_dim: int) -> float:
+    if scale is None:
+        return max(key_dim, 1) ** -0.5
+    scale = checks.number("scale", scale)
+    if not math.isfinite(scale):
+        raise ValueError(f"scale must be finite, got {scale}")
+    return scale
+
+
+def _chunk_size(chunk_size: Any) -> int:
+    if chunk_size is None:
+        return 0
+    size = checks.count("chunk_size", chunk_size)
+    if size == 0 or size & (size - 1):
+        raise ValueError(f"chunk_size must be a power of two, got {size}")
+    return size
+
+
+# Registration
+
+_INPUTS = "Tensor q, Tensor k, Tensor v, Tensor? g, Tensor? beta, Tensor? initial_state, Tensor? cu_seqlens"
+
+
+def _fake(q, k, v, g, beta, initial_state, cu_seqlens, scale, chunk_size):
+    count = q.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
+    shape = (count, v.shape[2], q.shape[3], v.shape[3])
+    return q.new_empty(v.shape), q.new_empty(shape, dtype=reference.working_dtype(q))
+
+
+def _backward_fake(grad_o, grad_state, q, k, v, g, beta, initial_state, *_):
+    inputs = (q, k, v, g, beta, initial_state)
+    return tuple(q.new_empty(0, dtype=torch.float32) if t is None else like(t) for t in inputs)
+
+
+def _context(ctx, inputs, output):
+    *tensors, scale, chunk_size = inputs
+    ctx.save_for_backward(*tensors)
+    ctx.settings = scale, chunk_size
+
+
+def _grad(ctx, grad_o, grad_state):
+    tensors = ctx.saved_tensors
+    grads = torch.ops.pyops.linear_attention_backward(grad_o, grad_state, *tensors, *ctx.settings)
+    # For an absent input the op returns an empty tensor.
+    given = [None if t is None else grad for t, grad in zip(tensors[:6], grads, strict=True)]
+    return *given, None, None, None
+
+
+def _no_second_derivative(ctx, *grads):
+    raise RuntimeError(
+        "linear_attention has no second derivative: its gradient cannot be differentiated again"
+    )
+
+
+def _folded(info, in_dims, tensors, cu_seqlens):
+    """The vmapped dimension joined with the batch."""
+    if cu_seqlens is not None:
+        raise RuntimeError("cu_seqlens must be None under torch.vmap: join the sequences instead")
+    wide = (t if d is None else t.movedim(d, 0) for t, d in zip(tensors, in_dims, strict=False))
+    return [
+        None if t is None else (t.expand(info.batch_size, *t.shape) if d is None else t).flatten(0, 1)
+        for t, d in zip(wide, in_dims, strict=False)
+    ]
+
+
+def _vmap(info, in_dims, *args):
+    *tensors, cu_seqlens, scale, chunk_size = args
+    folded = _folded(info, in_dims, tensors, cu_seqlens)
+    results = torch.ops.pyops.linear_attention(*folded, None, scale, chunk_size)
+    return tuple(r.unflatten(0, (info.batch_size, -1)) for r in results), (0, 0)
+
+
+def _backward_vmap(info, in_dims, *args):
+    *tensors, cu_seqlens, scale, chunk_size = args
+    folded = _folded(info, in_dims, tensors, cu_seqlens)
+    grads = torch.ops.pyops.linear_attention_backward(*folded, None, scale, chunk_size)
+    given = [t is not None for t in tensors[2:]]
+    unfolded = [
+        r.unflatten(0, (info.batch_size, -1)) if there else r for r, there in zip(grads, given, strict=True)
+    ]
+    return tuple(unfolded), tuple(0 if there else None for there in given)
+
+
+def _amx(q: Tensor, *_: Any, **__: Any) -> bool:
+    return q.dtype == torch.bfloat16
+
+
+_library.register(
+    "linear_attention",
+    f"({_INPUTS}, float scale, int chunk_size) -> (Tensor, Tensor)",
+    reference=reference.linear_attention,
+    fake=_fake,
+    cuda=triton("linear_attention", "linear_attention"),
+    vmap=_vmap,
+    backward=_grad,
+    setup_context=_context,
+    uses_amx=_amx,
+)
+_library.register(
+    "linear_attention_backward",
+    f"(Tensor grad_o, Tensor grad_state, {_INPUTS}, float scale, int chunk_size) "
+    "-> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
+    reference=reference.linear_attention_backward,
+    fake=_backward_fake,
+    cuda=triton("linear_attention", "linear_attention_backward"),
+    vmap=_backward_vmap,
+    backward=_no_second_derivative,
+    uses_amx=lambda grad_o, grad_state, q, *_: _amx(q),
+)
+_library.register(
+    "linear_attention_step_",
+    "(Tensor q, Tensor k, Tensor v, Tensor? g, Tensor? beta, Tensor(a!) state, float scale) -> Tensor",
+    reference=reference.linear_attention_step_,
+    fake=lambda q, k, v, *_: q.new_empty(v.shape),
+    cuda=triton("linear_attention", "linear_attention_step_"),
+)
