@@ -31,6 +31,15 @@ GPU_BACKENDS = {
     "lmo_step_": GpuBackend(
         "triton", "the polar iteration between two elementwise passes", "no (interpreter only)"
     ),
+    "linear_attention": GpuBackend(
+        "triton", "products of matrix tiles, chunk after chunk", "no (interpreter only)"
+    ),
+    "linear_attention_backward": GpuBackend(
+        "triton", "products of matrix tiles, chunk after chunk", "no (interpreter only)"
+    ),
+    "linear_attention_step_": GpuBackend(
+        "triton", "one pass over the state, bound by memory", "no (interpreter only)"
+    ),
 }
 
 
