@@ -16,7 +16,7 @@ from pyops.ops.linear_attention import linear_attention, linear_attention_step
 from pyops.ops.lmo import lmo, polar, polar_coefficients, spectral_lmo
 
 if TYPE_CHECKING:
-    from pyops import compat, optim, papers
+    from pyops import compat, nn, optim, papers
 
 __all__ = [
     "compat",
@@ -24,6 +24,7 @@ __all__ = [
     "linear_attention",
     "linear_attention_step",
     "lmo",
+    "nn",
     "optim",
     "papers",
     "polar",
@@ -34,6 +35,6 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    if name in ("compat", "optim", "papers"):
+    if name in ("compat", "nn", "optim", "papers"):
         return importlib.import_module(f"pyops.{name}")
     raise AttributeError(f"module 'pyops' has no attribute {name!r}")

@@ -1,0 +1,182 @@
+"""What the recurrent layers share: their state, their checks, the gated norm and the initial decays."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from pyops.nn.conv import ShortConvolution, sequences
+from pyops.ops import _checks as checks
+from pyops.ops.linear_attention import linear_attention
+
+
+class LayerState(NamedTuple):
+    """What a layer carries from one piece of a sequence to the next; N sequences.
+
+    A layer never writes to the state it is given, and what it returns is fresh memory that no backward pass
+    reads: it may be changed in place.
+
+    Attributes:
+        recurrent: S [N, heads, K, V], float32 (float64 in a float64 layer).
+        conv: of each short convolution in the layer, its last inputs [N, conv_size - 1, channels].
+    """
+
+    recurrent: Tensor
+    conv: tuple[Tensor, ...] = ()
+
+    def detach(self) -> LayerState:
+        """The same values without their history: what truncated backpropagation passes on."""
+        return LayerState(self.recurrent.detach(), tuple(c.detach() for c in self.conv))
+
+
+class RecurrentLayer(nn.Module):
+    """Base of the layers: ``forward(x, state=None, cu_seqlens=None) -> (y, state)``."""
+
+    def __init__(self, hidden_size: int, state_shape: tuple[int, int, int]):
+        super().__init__()
+        self.hidden_size = hidden_size
+        self.state_shape = state_shape  # heads, K, V
+
+    def convolutions(self) -> list[ShortConvolution]:
+        """The layer's short convolutions, in the order of ``LayerState.conv``."""
+        return [m for m in self.children() if isinstance(m, ShortConvolution)]
+
+    def forward(
+        self, x: Tensor, state: LayerState | None = None, cu_seqlens: Tensor | None = None
+    ) -> tuple[Tensor, LayerState]:
+        """y [B, T, hidden_size] in x's dtype (under autocast, its), and the state after the last token.
+
+        Pieces of a sequence, down to single tokens, give what the whole gives. Gates and the recurrent state
+        are computed in float32 (float64 in a float64 layer) whatever the dtype of parameters and autocast.
+
+        Args:
+            x: [B, T, hidden_size], in the dtype of the parameters, or under autocast.
+            state: what an earlier call returned; None for the start of a sequence.
+            cu_seqlens: [N + 1], int32 or int64: x is N sequences of any length one after another, in a batch
+                of one; the state then has N entries.
+
+        Raises:
+            TypeError, ValueError: naming the argument, what was received and what is wanted.
+        """
+        raise NotImplementedError
+
+    def zero_state(self, count: int = 1) -> LayerState:
+        """The state before the first token of ``count`` sequences; the same as no state."""
+        p = next(self.parameters())
+        return LayerState(
+            p.new_zeros(count, *self.state_shape, dtype=wide(p.dtype)),
+            tuple(p.new_zeros(count, c.kernel_size - 1, c.hidden_size) for c in self.convolutions()),
+        )
+
+    def reset_parameters(self) -> None:
+        """Draws every parameter anew."""
+        for module in self.modules():
+            if isinstance(module, nn.Linear | ShortConvolution | GatedRMSNorm):
+                module.reset_parameters()
+
+    def _parts(
+        self, x: Tensor, state: LayerState | None, cu_seqlens: Tensor | None
+    ) -> tuple[Tensor | None, Iterable[Tensor | None]]:
+        """The checked state: the recurrent part, and that of each convolution."""
+        if x.ndim != 3 or x.shape[-1] != self.hidden_size:
+            raise ValueError(f"x must be [B, T, {self.hidden_size}], got shape {tuple(x.shape)}")
+        convolutions, count = len(self.convolutions()), sequences(x, cu_seqlens)
+        if state is None:
+            return None, [None] * convolutions
+        if not isinstance(state, LayerState):
+            raise TypeError(f"state must be a pyops.nn.LayerState, got {type(state).__name__}")
+        if state.recurrent.shape != (count, *self.state_shape):
+            raise ValueError(
+                f"state.recurrent must be {(count, *self.state_shape)}, got {tuple(state.recurrent.shape)}"
+            )
+        if len(state.conv) != convolutions:
+            raise ValueError(f"state.conv must hold {convolutions} tensors, got {len(state.conv)}")
+        return state.recurrent, state.conv
+
+    def _convolved(
+        self, inputs: Sequence[Tensor], states: Iterable[Tensor | None], cu_seqlens: Tensor | None
+    ) -> tuple[Sequence[Tensor], tuple[Tensor, ...]]:
+        """Each input through its convolution, and the new ``LayerState.conv``."""
+        convolutions = self.convolutions()
+        if not convolutions:
+            return inputs, ()
+        results = [
+            convolution(t, state, cu_seqlens)
+            for convolution, t, state in zip(convolutions, inputs, states, strict=True)
+        ]
+        return [y for y, _ in results], tuple(state for _, state in results)
+
+
+class GatedRMSNorm(nn.Module):
+    """RMSNorm(x) * weight * silu(gate), or, gate first, RMSNorm(x * silu(gate)) * weight; in float32 inside.
+
+    Args:
+        size: last dimension of x and gate.
+        eps: added to the mean square.
+        groups: parts of the last dimension that are normalised by themselves.
+        gate_first: which of the two.
+    """
+
+    def __init__(self, size: int, eps: float, groups: int = 1, gate_first: bool = False, **factory: Any):
+        super().__init__()
+        self.eps, self.groups, self.gate_first = eps, groups, gate_first
+        self.weight = nn.Parameter(torch.empty(size, **factory))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Weights of one."""
+        nn.init.ones_(self.weight)
+
+    def forward(self, x: Tensor, gate: Tensor) -> Tensor:
+        dtype = wide(x.dtype)
+        factor, y = F.silu(gate.to(dtype)), x.to(dtype)
+        if self.gate_first:
+            y = y * factor
+        y = y.unflatten(-1, (self.groups, -1))
+        y = F.rms_norm(y, y.shape[-1:], eps=self.eps).flatten(-2) * self.weight
+        return (y if self.gate_first else y * factor).to(x.dtype)
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor, **arguments: Any) -> tuple[Tensor, Tensor]:
+    """:func:`pyops.linear_attention` with the final state."""
+    o, state = linear_attention(q, k, v, output_final_state=True, **arguments)
+    assert isinstance(state, Tensor)
+    return o, state
+
+
+def split_heads(name: str, channels: float, num_heads: int) -> int:
+    """Channels of one head.
+
+    Raises:
+        ValueError: naming what the channels come from, where they are not a positive multiple of the heads.
+    """
+    if checks.count("num_heads", num_heads) == 0 or channels <= 0 or channels % num_heads:
+        raise ValueError(f"{name} must give a positive multiple of {num_heads} channels, got {channels:g}")
+    return int(channels) // num_heads
+
+
+def wide(dtype: torch.dtype) -> torch.dtype:
+    """The dtype of gates and states."""
+    return torch.promote_types(dtype, torch.float32)
+
+
+def log_decay(a: Tensor, dt_bias: Tensor, A_log: Tensor) -> tuple[Tensor, Tensor]:
+    """Mamba's step dt = softplus(a + dt_bias) and g = -exp(A_log) dt, in float32 or better."""
+    dtype = wide(a.dtype)
+    dt = F.softplus(a.to(dtype) + dt_bias.to(dtype))
+    return dt, -A_log.to(dtype).exp() * dt
+
+
+@torch.no_grad()
+def draw_decay_(dt_bias: Tensor, A_log: Tensor, lowest: float) -> None:
+    """exp(A_log) uniform in (lowest, 16], and softplus(dt_bias) log-uniform in [0.001, 0.1): Mamba-2's."""
+    unit = torch.rand(2, *dt_bias.shape, device=dt_bias.device)
+    A_log.copy_((16 - (16 - lowest) * unit[0]).log())  # above lowest: unit is below 1
+    low, high = math.log(1e-3), math.log(1e-1)
+    dt = (low + (high - low) * unit[1]).exp()
+    dt_bias.copy_(dt + (-torch.expm1(-dt)).log())  # inverse of softplus
