@@ -1,0 +1,239 @@
+"""Triton launchers of the linear-attention recurrence, chunk by chunk.
+
+(header written last)
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+
+import torch
+
+from ._linear_attention_forward import (
+    output_kernel,
+    scores_kernel,
+    solve_kernel,
+    state_kernel,
+    step_kernel,
+)
+
+
+@dataclass(frozen=True)
+class Blocks:
+    """Operands of the products, tl.dot's precision for them; default and largest chunk; K and V blocks."""
+
+    operand: torch.dtype
+    precision: str
+    chunk: int
+    largest: int
+    k: int
+    v: int
+
+
+BLOCKS = {
+    torch.float64: Blocks(torch.float64, "ieee", 16, 32, 32, 32),
+    torch.float32: Blocks(torch.float32, "ieee", 32, 64, 32, 32),
+    torch.bfloat16: Blocks(torch.bfloat16, "ieee", 64, 64, 64, 64),
+    torch.float16: Blocks(torch.float32, "tf32", 64, 64, 32, 32),
+}
+
+
+def _launch(kernel, programs: int, *args, warps: int = 4, stages: int = 1, **constants) -> None:
+    """Runs `kernel` on a one-dimensional grid; asks for fused a*b+c, whose default differs by version."""
+    if programs > 0:
+        kernel[(programs,)](*args, **constants, num_warps=warps, num_stages=stages, enable_fp_fusion=True)
+
+
+def _block(size: int, largest: int) -> int:
+    """Smallest power of two that covers `size`, from 16 (what tl.dot takes) to `largest`."""
+    return min(largest, max(16, 1 << max(size - 1, 0).bit_length()))
+
+
+@lru_cache(maxsize=64)
+def _tables(
+    cu_seqlens: tuple[int, ...], chunk: int, device: torch.device
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Per sequence (first token, end, first chunk), per chunk (first token, end of its sequence)."""
+    ends = torch.tensor(cu_seqlens, dtype=torch.int64)
+    counts = (ends.diff() + chunk - 1) // chunk
+    before = counts.cumsum(0) - counts
+    of_chunk = torch.repeat_interleave(counts)
+    first = ends[of_chunk] + (torch.arange(len(of_chunk)) - before[of_chunk]) * chunk
+    sequences = torch.stack([ends[:-1], ends[1:], before], 1)
+    chunks = torch.stack([first, ends[1:][of_chunk]], 1)
+    both = torch.cat([sequences.flatten(), chunks.flatten()])
+    both = both.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else both.to(device)
+    return both[: sequences.numel()], both[sequences.numel() :]
+
+
+def _check_cu_seqlens(cu_seqlens: torch.Tensor, tokens: int) -> tuple[int, ...]:
+    """Its values, read once."""
+    ends = tuple(cu_seqlens.tolist())
+    if not ends or ends[0] != 0:
+        raise ValueError(f"cu_seqlens must start at 0, got {ends[0] if ends else 'no value'}")
+    for i, (a, b) in enumerate(zip(ends, ends[1:], strict=False)):
+        if b < a:
+            raise ValueError(f"cu_seqlens must never decrease, got cu_seqlens[{i + 1}] = {b} after {a}")
+    if ends[-1] != tokens:
+        raise ValueError(f"cu_seqlens must end at the number of tokens {tokens}, got {ends[-1]}")
+    return ends
+
+
+def _strides(t: torch.Tensor | None, rank: int) -> tuple[int, ...]:
+    """Strides, of an absent tensor or dimension 0."""
+    strides = () if t is None else t.stride()
+    return (*strides, *[0] * (rank - len(strides)))
+
+
+class Problem:
+    """One call: its sizes, chunk tables, work buffers and the launches on them."""
+
+    def __init__(self, q, k, v, g, beta, initial_state, cu_seqlens, scale: float, chunk_size: int):
+        self.q, self.k, self.v, self.g, self.beta, self.initial = q, k, v, g, beta, initial_state
+        self.scale = scale
+        self.batch, self.tokens, heads, self.dk = q.shape
+        self.heads, self.dv = v.shape[2:]
+        self.delta = beta is not None
+        self.decay = "none" if g is None else ("scalar" if g.ndim == 3 else "vector")
+        # How many value heads share a head of q and k, of g, of beta.
+        self.gq = self.heads // max(heads, 1)
+        self.gg = 1 if g is None else self.heads // g.shape[2]
+        self.gb = 1 if beta is None else self.heads // beta.shape[2]
+        self.blocks = b = BLOCKS[q.dtype]
+        self.precision = "ieee" if torch.version.hip else b.precision
+        chunk = max(16, min(chunk_size or b.chunk, b.largest))
+        self.chunk = _block(self.tokens, chunk)
+        self.sequence_table = self.chunk_table = None
+        if cu_seqlens is None:
+            self.sequences = self.batch
+            self.chunks = self.batch * -(-self.tokens // self.chunk)
+        else:
+            ends = _check_cu_seqlens(cu_seqlens, self.tokens)
+            self.sequence_table, self.chunk_table = _tables(ends, self.chunk, q.device)
+            self.sequences, self.chunks = len(ends) - 1, self.chunk_table.numel() // 2
+        self.stages = 1 if torch.version.hip else 2
+
+    @cached_property
+    def work(self) -> torch.dtype:
+        return torch.float64 if self.q.dtype == torch.float64 else torch.float32
+
+    def empty(self, *shape: int, dtype: torch.dtype | None = None) -> torch.Tensor:
+        return torch.empty(shape, dtype=dtype or self.blocks.operand, device=self.q.device)
+
+    def square(self, dtype: torch.dtype | None = None) -> torch.Tensor:
+        """One C x C matrix per chunk and head."""
+        return self.empty(self.chunks, self.heads, self.chunk, self.chunk, dtype=dtype)
+
+    def states(self) -> torch.Tensor:
+        return self.empty(self.chunks, self.heads, self.dk, self.dv)
+
+    @cached_property
+    def qkg(self) -> tuple[int, ...]:
+        return (*self.q.stride(), *self.k.stride(), *_strides(self.g, 4))
+
+    @property
+    def state_blocks(self) -> tuple[int, int, int]:
+        """(BK, BV, warps) of the passes over chunks; the delta rule needs all of K in one program."""
+        if not self.delta:
+            return (
+                _block(self.dk, self.blocks.k),
+                _block(self.dv, self.blocks.v),
+                8 if self.decay == "vector" else 4,
+            )
+        bk = _block(self.dk, 1 << 20)
+        wide = 256 if self.blocks.operand == torch.bfloat16 else 64
+        return bk, _block(self.dv, 32 if bk <= wide else 16), 4 if bk <= wide // 4 else 8
+
+    def scores(self) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        """A and M under a vector decay."""
+        if self.decay != "vector":
+            return None, None
+        a, m = self.square(), self.square(self.work) if self.delta else None
+        c = self.chunk
+        _launch(
+            scores_kernel, self.chunks * self.heads * (c // 16), self.q, self.k, self.g, a, m,
+            self.chunk_table, self.scale, self.tokens, self.heads, self.dk, self.gq, self.gg, *self.qkg,
+            C=c, BK=_block(self.dk, self.blocks.k), PRECISION=self.precision,
+        )  # fmt: skip
+        return a, m
+
+    def prepare(self, backward: bool) -> tuple[torch.Tensor | None, ...]:
+        """A, M and T, each where something reads it."""
+        a, m = self.scores()
+        if not self.delta:
+            return a, m, None
+        stored = backward and self.decay != "vector"
+        if stored:
+            a, m = self.square(), self.square(self.work)
+        t, c = self.square(), self.chunk
+        _launch(
+            solve_kernel, self.chunks * self.heads, self.q, self.k, self.g, self.beta, t,
+            a if stored else None, m, self.chunk_table, self.scale,
+            self.tokens, self.heads, self.dk, self.gq, self.gg, self.gb, *self.qkg, *_strides(self.beta, 3),
+            DECAY=self.decay, C=c, BK=_block(self.dk, self.blocks.k), LEVELS=(c // 16).bit_length() - 1,
+            PRECISION=self.precision,
+        )  # fmt: skip
+        return a, m, t
+
+    def state_pass(self, t: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """The state before every chunk, U (v itself without the delta rule), the final states."""
+        states = self.states()
+        u = self.v if t is None else self.empty(*self.v.shape)
+        final = self.empty(self.sequences, self.heads, self.dk, self.dv, dtype=self.work)
+        bk, bv, warps = self.state_blocks
+        programs = -(-self.dk // bk) * -(-self.dv // bv) * self.sequences * self.heads
+        _launch(
+            state_kernel, programs, self.k, self.v, self.g, self.beta, t, self.initial, states, u, final,
+            self.sequence_table, self.tokens, self.heads, self.dk, self.dv, self.gq, self.gg, self.gb,
+            *self.k.stride(), *self.v.stride(), *_strides(self.g, 4), *_strides(self.beta, 3),
+            *_strides(self.initial, 4),
+            DECAY=self.decay, C=self.chunk, BK=bk, BV=bv, PRECISION=self.precision,
+            warps=warps, stages=self.stages,
+        )  # fmt: skip
+        return states, u, final
+
+    def forward(self) -> tuple[torch.Tensor, torch.Tensor]:
+        a, _, t = self.prepare(backward=False)
+        states, u, final = self.state_pass(t)
+        o = self.empty(*self.v.shape, dtype=self.q.dtype)
+        bv = _block(self.dv, self.blocks.v)
+        _launch(
+            output_kernel, self.chunks * self.heads * -(-self.dv // bv), self.q, self.k, u, self.g, a,
+            states, o, self.chunk_table, self.scale, self.tokens, self.heads, self.dk, self.dv,
+            self.gq, self.gg, *self.q.stride(), *self.k.stride(), *u.stride(), *_strides(self.g, 4),
+            DECAY=self.decay, C=self.chunk, BK=_block(self.dk, self.blocks.k), BV=bv,
+            PRECISION=self.precision, stages=self.stages,
+        )  # fmt: skip
+        return o, final
+
+
+def linear_attention(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, g: torch.Tensor | None, beta: torch.Tensor | None,
+    initial_state: torch.Tensor | None, cu_seqlens: torch.Tensor | None, scale: float, chunk_size: int,
+) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+    """The op ``pyops::linear_attention`` on a GPU: (o, final state)."""
+    with torch.cuda.device_of(q):
+        return Problem(q, k, v, g, beta, initial_state, cu_seqlens, scale, chunk_size).forward()
+
+
+def linear_attention_step_(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, g: torch.Tensor | None, beta: torch.Tensor | None,
+    state: torch.Tensor, scale: float,
+) -> torch.Tensor:  # fmt: skip
+    """The op ``pyops::linear_attention_step_`` on a GPU: o of one token; the state is updated in place."""
+    batch, heads, dv = v.shape
+    dk = q.shape[-1]
+    o = torch.empty(v.shape, dtype=q.dtype, device=q.device)
+    bk = _block(dk, 1 << 20)
+    bv = max(1, min(_block(dv, 64), 4096 // bk))
+    groups = (heads // q.shape[1], heads // g.shape[1] if g is not None else 1)
+    groups = (*groups, heads // beta.shape[1] if beta is not None else 1)
+    with torch.cuda.device_of(q):
+        _launch(
+            step_kernel, batch * heads * -(-dv // bv), q, k, v, g, beta, state, o, scale, heads, dk, dv,
+            *groups, *q.stride(), *k.stride(), *v.stride(), *_strides(g, 3), *_strides(beta, 2),
+            *state.stride(),
+            DECAY="none" if g is None else ("scalar" if g.ndim == 2 else "vector"), BK=bk, BV=bv,
+        )  # fmt: skip
+    return o
