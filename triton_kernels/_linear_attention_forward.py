@@ -36,8 +36,8 @@ def scores_kernel(
     """
     block, head, chunk = split_program(C // 16, HV)
     batch, first, count = chunk_span(chunks_ptr, chunk, T, C)
-    OPERAND: tl.constexpr = a_ptr.dtype.element_ty
-    dtype: tl.constexpr = tl.float64 if OPERAND == tl.float64 else tl.float32
+    operand: tl.constexpr = a_ptr.dtype.element_ty
+    dtype: tl.constexpr = tl.float64 if operand == tl.float64 else tl.float32
     q_ptr += batch * q_b + first * q_t + head // GQ * q_h
     k_ptr += batch * k_b + first * k_t + head // GQ * k_h
     g_ptr += batch * g_b + first * g_t + head // GG * g_h
@@ -59,9 +59,9 @@ def scores_kernel(
         g_next = load_tile(g_ptr, j + 1, c, g_t, g_c, (j < n) & (j + 1 < count), c_in).to(dtype)
         until_n = tl.cumsum(g_next, 0, reverse=True)
         before = tl.trans(fade(load_tile(k_ptr, j, c, k_t, k_c, (j < n) & (j < count), c_in), until_n))
-        a += product(fade(q, since_n), before, OPERAND, PRECISION)
+        a += product(fade(q, since_n), before, operand, PRECISION)
         if m_ptr is not None:
-            m += product(fade(k, since_n), before, OPERAND, PRECISION)
+            m += product(fade(k, since_n), before, operand, PRECISION)
         between = tl.zeros((16, BK), dtype)
         for distance in range(16):
             at = rows - distance
@@ -100,8 +100,8 @@ def solve_kernel(
     """
     _, head, chunk = split_program(1, HV)
     batch, first, count = chunk_span(chunks_ptr, chunk, T, C)
-    OPERAND: tl.constexpr = t_ptr.dtype.element_ty
-    dtype: tl.constexpr = tl.float64 if OPERAND == tl.float64 else tl.float32
+    operand: tl.constexpr = t_ptr.dtype.element_ty
+    dtype: tl.constexpr = tl.float64 if operand == tl.float64 else tl.float32
     i = arange(C)
     inside = i < count
     everywhere = i >= 0
@@ -117,11 +117,11 @@ def solve_kernel(
         a = tl.zeros((C, C), dtype)
         for start in range(0, K, BK):
             c = start + arange(BK)
-            k = load_tile(k_ptr, i, c, k_t, k_c, inside, c < K).to(OPERAND)
-            m += product(k, tl.trans(k), OPERAND, PRECISION)
+            k = load_tile(k_ptr, i, c, k_t, k_c, inside, c < K).to(operand)
+            m += product(k, tl.trans(k), operand, PRECISION)
             if a_ptr is not None:
                 q = load_tile(q_ptr, i, c, q_t, q_c, inside, c < K)
-                a += product(q, tl.trans(k), OPERAND, PRECISION)
+                a += product(q, tl.trans(k), operand, PRECISION)
         if DECAY == "scalar":
             g_ptr += batch * g_b + first * g_t + head // GG * g_h
             log_decay = pair_log_decay(load_line(g_ptr, i, g_t, inside, dtype), C)
@@ -152,7 +152,7 @@ def state_kernel(
     blocks_k = tl.full((), tl.cdiv(K, BK), tl.int64)
     block, head, sequence = split_program(blocks_k * tl.cdiv(V, BV), HV)
     batch, first, end, chunk = sequence_span(sequences_ptr, sequence, T, C)
-    OPERAND: tl.constexpr = states_ptr.dtype.element_ty
+    operand: tl.constexpr = states_ptr.dtype.element_ty
     dtype: tl.constexpr = final_ptr.dtype.element_ty
     c = block % blocks_k * BK + arange(BK)
     x = block // blocks_k * BV + arange(BV)
@@ -200,16 +200,16 @@ def state_kernel(
             s_next = fade(s, total)
         if t_ptr is not None:
             if DECAY == "scalar":
-                read = fade(product(k, s, OPERAND, PRECISION), until)
+                read = fade(product(k, s, operand, PRECISION), until)
             elif DECAY == "vector":
-                read = product(fade(k, until), s, OPERAND, PRECISION)
+                read = product(fade(k, until), s, operand, PRECISION)
             else:
-                read = product(k, s, OPERAND, PRECISION)
+                read = product(k, s, operand, PRECISION)
             r = load_line(beta_ptr, rows, beta_t, inside, dtype)[:, None] * (v - read)
             bad += unusable(r)
             t = tl.load(t_ptr + (chunk * HV + head) * (C * C) + square)
-            u = product(t, r, OPERAND, PRECISION)
-        s_next += product(tl.trans(late), u, OPERAND, PRECISION)
+            u = product(t, r, operand, PRECISION)
+        s_next += product(tl.trans(late), u, operand, PRECISION)
         if bad > 0:
             s_next = s
             for row in range(0, tl.minimum(end - first, C).to(tl.int32)):
@@ -244,8 +244,8 @@ def output_kernel(
     """
     block, head, chunk = split_program(tl.cdiv(V, BV), HV)
     batch, first, count = chunk_span(chunks_ptr, chunk, T, C)
-    OPERAND: tl.constexpr = states_ptr.dtype.element_ty
-    dtype: tl.constexpr = tl.float64 if OPERAND == tl.float64 else tl.float32
+    operand: tl.constexpr = states_ptr.dtype.element_ty
+    dtype: tl.constexpr = tl.float64 if operand == tl.float64 else tl.float32
     scale = tl.full((), scale, dtype)
     i = arange(C)
     inside = i < count
@@ -272,8 +272,8 @@ def output_kernel(
             q = fade(q, tl.cumsum(g, 0))
         else:
             k = load_tile(k_ptr, i, c, k_t, k_c, inside, c_in)
-            a += product(q, tl.trans(k), OPERAND, PRECISION)
-        o += product(q, s, OPERAND, PRECISION)
+            a += product(q, tl.trans(k), operand, PRECISION)
+        o += product(q, s, operand, PRECISION)
     if DECAY == "vector":
         a = load_tile(a_ptr + (chunk * HV + head) * (C * C), i, i, C, 1, i >= 0, i >= 0)
     else:
@@ -285,7 +285,7 @@ def output_kernel(
         a = fade(a, pair_log_decay(g, C))
     elif DECAY == "none":
         a = tl.where(i[:, None] >= i[None, :], a, 0.0)
-    o = o * scale + product(a, v, OPERAND, PRECISION)
+    o = o * scale + product(a, v, operand, PRECISION)
     bad += unusable(v)
     if bad > 0:
         o = tl.zeros((C, BV), dtype)

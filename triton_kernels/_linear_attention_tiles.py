@@ -72,10 +72,10 @@ def store_tile(ptr, value, rows, cols, row_stride, col_stride, rows_inside, cols
 
 
 @triton.jit
-def product(a, b, OPERAND: tl.constexpr, PRECISION: tl.constexpr):
-    """a b of operands rounded to OPERAND; sums in float32, for float64 in float64."""
-    dtype: tl.constexpr = tl.float64 if OPERAND == tl.float64 else tl.float32
-    return tl.dot(a.to(OPERAND), b.to(OPERAND), input_precision=PRECISION, out_dtype=dtype)
+def product(a, b, operand: tl.constexpr, PRECISION: tl.constexpr):
+    """a b of operands rounded to operand; sums in float32, for float64 in float64."""
+    dtype: tl.constexpr = tl.float64 if operand == tl.float64 else tl.float32
+    return tl.dot(a.to(operand), b.to(operand), input_precision=PRECISION, out_dtype=dtype)
 
 
 @triton.jit

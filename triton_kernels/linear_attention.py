@@ -7,9 +7,18 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
+from itertools import pairwise
 
 import torch
 
+from ._linear_attention_backward import (
+    channel_grads_kernel,
+    gate_kernel,
+    grad_scores_kernel,
+    grads_kernel,
+    state_backward_kernel,
+    values_kernel,
+)
 from ._linear_attention_forward import (
     output_kernel,
     scores_kernel,
@@ -72,7 +81,7 @@ def _check_cu_seqlens(cu_seqlens: torch.Tensor, tokens: int) -> tuple[int, ...]:
     ends = tuple(cu_seqlens.tolist())
     if not ends or ends[0] != 0:
         raise ValueError(f"cu_seqlens must start at 0, got {ends[0] if ends else 'no value'}")
-    for i, (a, b) in enumerate(zip(ends, ends[1:], strict=False)):
+    for i, (a, b) in enumerate(pairwise(ends)):
         if b < a:
             raise ValueError(f"cu_seqlens must never decrease, got cu_seqlens[{i + 1}] = {b} after {a}")
     if ends[-1] != tokens:
@@ -193,7 +202,18 @@ class Problem:
         )  # fmt: skip
         return states, u, final
 
+    @property
+    def empty_problem(self) -> bool:
+        return 0 in (self.batch, self.tokens, self.heads, self.dk, self.dv)
+
     def forward(self) -> tuple[torch.Tensor, torch.Tensor]:
+        if self.empty_problem:
+            final = torch.zeros(
+                self.sequences, self.heads, self.dk, self.dv, dtype=self.work, device=self.q.device
+            )
+            return torch.zeros_like(self.empty(*self.v.shape, dtype=self.q.dtype)), (
+                final if self.initial is None else final.copy_(self.initial)
+            )
         a, _, t = self.prepare(backward=False)
         states, u, final = self.state_pass(t)
         o = self.empty(*self.v.shape, dtype=self.q.dtype)
@@ -207,6 +227,126 @@ class Problem:
         )  # fmt: skip
         return o, final
 
+    def backward(self, grad_o: torch.Tensor, grad_state: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        if self.empty_problem:
+            given = self.q, self.k, self.v, self.g, self.beta, self.initial
+            *zeros, grad_initial = (
+                None if t is None else torch.zeros_like(t, memory_format=torch.contiguous_format)
+                for t in given
+            )
+            return *zeros, None if grad_initial is None else grad_initial.copy_(grad_state)
+        a, m, t = self.prepare(backward=True)
+        states, u, _ = self.state_pass(t)
+        grad_states, x, grad_v, grad_initial = self.state_backward_pass(a, t, grad_o, grad_state)
+        if not self.delta:
+            self.values(a, grad_o, grad_states, grad_v)
+        grads = self.channel_grads if self.decay == "vector" else self.scalar_grads
+        grad_q, grad_k, grad_g, grad_beta = grads(u, m, x, states, grad_o, grad_states)
+        return (
+            _fold(grad_q, self.q),
+            _fold(grad_k, self.k),
+            grad_v,
+            _fold(grad_g, self.g),
+            _fold(grad_beta, self.beta),
+            None if grad_initial is None else grad_initial.to(self.initial.dtype),
+        )
+
+    def state_backward_pass(self, a, t, grad_o, grad_state):
+        """The gradient of the state after every chunk, X and dV of the delta rule, of the initial state."""
+        grad_states = self.states()
+        grad_v = self.empty(*self.v.shape, dtype=self.v.dtype)
+        x = self.empty(*self.v.shape) if self.delta else None
+        grad_initial = None
+        if self.initial is not None:
+            grad_initial = self.empty(*self.initial.shape, dtype=self.work)
+        bk, bv, warps = self.state_blocks
+        programs = -(-self.dk // bk) * -(-self.dv // bv) * self.sequences * self.heads
+        _launch(
+            state_backward_kernel, programs, self.q, self.k, self.g, self.beta, t,
+            a if self.delta else None, grad_o, grad_state, grad_states, x, grad_v, grad_initial,
+            self.sequence_table, self.scale, self.tokens, self.heads, self.dk, self.dv,
+            self.gq, self.gg, self.gb, *self.qkg, *_strides(self.beta, 3), *grad_o.stride(),
+            *grad_state.stride(),
+            DECAY=self.decay, C=self.chunk, BK=bk, BV=bv, PRECISION=self.precision,
+            warps=warps, stages=self.stages,
+        )  # fmt: skip
+        return grad_states, x, grad_v, grad_initial
+
+    def values(self, a, grad_o, grad_states, grad_v) -> None:
+        bv = _block(self.dv, self.blocks.v)
+        _launch(
+            values_kernel, self.chunks * self.heads * -(-self.dv // bv), self.q, self.k, self.g, a, grad_o,
+            grad_states, grad_v, self.chunk_table, self.scale, self.tokens, self.heads, self.dk, self.dv,
+            self.gq, self.gg, *self.qkg, *grad_o.stride(),
+            DECAY=self.decay, C=self.chunk, BK=_block(self.dk, self.blocks.k), BV=bv,
+            PRECISION=self.precision, stages=self.stages,
+        )  # fmt: skip
+
+    def _grad_buffers(self, parts: int):
+        """dq and dk per value head, and `parts` shares of dbeta."""
+        dtype = self.q.dtype if self.gq == 1 else self.work
+        shape = self.batch, self.tokens, self.heads
+        grad_q, grad_k = (self.empty(*shape, self.dk, dtype=dtype) for _ in range(2))
+        grad_beta = self.empty(parts, *shape, dtype=self.work) if self.delta else None
+        return grad_q, grad_k, grad_beta
+
+    def scalar_grads(self, u, m, x, states, grad_o, grad_states):
+        bk = _block(self.dk, self.blocks.k)
+        blocks = -(-self.dk // bk)
+        grad_q, grad_k, grad_beta = self._grad_buffers(blocks)
+        shape = blocks, self.batch, self.tokens, self.heads
+        grad_g = None if self.g is None else self.empty(*shape, dtype=self.work)
+        _launch(
+            grads_kernel, blocks * self.chunks * self.heads, self.q, self.k, self.v, u, self.g, self.beta, m,
+            x, states, grad_o, grad_states, grad_q, grad_k, grad_g, grad_beta, self.chunk_table, self.scale,
+            self.tokens, self.heads, self.dk, self.dv, self.gq, self.gg, self.gb, self.batch * self.tokens,
+            *self.q.stride(), *self.k.stride(), *self.v.stride(), *u.stride(), *_strides(self.g, 4),
+            *_strides(self.beta, 3), *grad_o.stride(),
+            DECAY=self.decay, C=self.chunk, BK=bk, BV=_block(self.dv, self.blocks.v),
+            PRECISION=self.precision, stages=self.stages, warps=8,
+        )  # fmt: skip
+        return grad_q, grad_k, _total(grad_g), _total(grad_beta)
+
+    def channel_grads(self, u, m, x, states, grad_o, grad_states):
+        c, bk, bv = self.chunk, _block(self.dk, self.blocks.k), _block(self.dv, self.blocks.v)
+        blocks = -(-self.dk // bk)
+        grad_q, grad_k, grad_beta = self._grad_buffers(1 + blocks)
+        grad_a, grad_m = self.square(), self.square() if self.delta else None
+        _launch(
+            grad_scores_kernel, self.chunks * self.heads, self.v, u, self.beta, m, x, grad_o, grad_a, grad_m,
+            grad_beta, self.chunk_table, self.scale, self.tokens, self.heads, self.dv, self.gb,
+            *self.v.stride(), *u.stride(), *_strides(self.beta, 3), *grad_o.stride(),
+            C=c, BV=bv, PRECISION=self.precision, stages=self.stages,
+        )  # fmt: skip
+        shape = self.batch, self.tokens, self.heads, self.dk
+        both, ends, grad_g = (self.empty(*shape, dtype=self.work) for _ in range(3))
+        _launch(
+            channel_grads_kernel, blocks * (c // 16) * self.chunks * self.heads, self.q, self.k, u, self.g,
+            self.beta, x, states, grad_o, grad_states, grad_a, grad_m, grad_q, grad_k, both, ends, grad_beta,
+            self.chunk_table, self.scale, self.tokens, self.heads, self.dk, self.dv, self.gq, self.gg,
+            self.gb, self.batch * self.tokens, *self.q.stride(), *self.k.stride(), *u.stride(), *self.g.stride(),
+            *_strides(self.beta, 3), *grad_o.stride(),
+            C=c, BK=bk, BV=bv, PRECISION=self.precision,
+        )  # fmt: skip
+        _launch(
+            gate_kernel, blocks * self.chunks * self.heads, self.g, both, ends, states, grad_states, grad_g,
+            self.chunk_table, self.tokens, self.heads, self.dk, self.dv, self.gg, *self.g.stride(),
+            C=c, BK=bk, BV=bv,
+        )  # fmt: skip
+        return grad_q, grad_k, grad_g, _total(grad_beta)
+
+
+def _total(parts: torch.Tensor | None) -> torch.Tensor | None:
+    return None if parts is None else (parts[0] if len(parts) == 1 else parts.sum(0))
+
+
+def _fold(grad: torch.Tensor | None, like: torch.Tensor | None) -> torch.Tensor | None:
+    """[B, T, HV, ...] summed over the value heads that share a head of `like`, in its dtype."""
+    if grad is None or like is None:
+        return None
+    group = grad.shape[2] // like.shape[2]
+    return (grad if group == 1 else grad.unflatten(2, (-1, group)).sum(3)).to(like.dtype)
+
 
 def linear_attention(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, g: torch.Tensor | None, beta: torch.Tensor | None,
@@ -215,6 +355,22 @@ def linear_attention(
     """The op ``pyops::linear_attention`` on a GPU: (o, final state)."""
     with torch.cuda.device_of(q):
         return Problem(q, k, v, g, beta, initial_state, cu_seqlens, scale, chunk_size).forward()
+
+
+def linear_attention_backward(
+    grad_o: torch.Tensor, grad_state: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor,
+    g: torch.Tensor | None, beta: torch.Tensor | None, initial_state: torch.Tensor | None,
+    cu_seqlens: torch.Tensor | None, scale: float, chunk_size: int,
+) -> tuple[torch.Tensor, ...]:  # fmt: skip
+    """The op ``pyops::linear_attention_backward`` on a GPU: gradients of q, k, v, g, beta, initial_state.
+
+    Each in its input's shape and dtype, contiguous; shape [0] for an absent input.
+    """
+    with torch.cuda.device_of(q):
+        problem = Problem(q, k, v, g, beta, initial_state, cu_seqlens, scale, chunk_size)
+        grads = problem.backward(grad_o, grad_state)
+    absent = torch.empty(0, dtype=torch.float32, device=q.device)
+    return tuple(absent if grad is None else grad for grad in grads)
 
 
 def linear_attention_step_(
