@@ -126,10 +126,11 @@ inline void accumulate(const Bf16* left, int64_t left_piece, const Bf16* right, 
 
 // c[j] (+)= left * right[j] for `panels` panels, right_panel elements apart: c holds 32x32 float blocks. The depth is
 // cut so that the left blocks of a cut (24 KB) stay in L1 while the panels stream from L2: 1.5x over one pass per
-// panel.
-template <int P>
+// panel. finish(j) is called as soon as c[j] is complete: what it stores drains behind the products of the next panel.
+template <int P, class Finish>
 inline void multiply_row(const Bf16* left, int64_t left_piece, const Bf16* right, int64_t right_panel,
-                         int64_t right_piece, int64_t blocks, int64_t panels, float* c, bool add) {
+                         int64_t right_piece, int64_t blocks, int64_t panels, float* c, bool add,
+                         const Finish& finish) {
     const int64_t cuts = (blocks * P + 11) / 12;
     for (int64_t cut = 0; cut < cuts; ++cut) {
         const int64_t k0 = blocks * cut / cuts, k1 = blocks * (cut + 1) / cuts;
@@ -141,6 +142,7 @@ inline void multiply_row(const Bf16* left, int64_t left_piece, const Bf16* right
             accumulate<P>(left + k0 * kBlockSize, left_piece, right + j * right_panel + k0 * kBlockSize, right_piece,
                           k1 - k0);
             store_accumulator(c + j * 1024);
+            if (cut + 1 == cuts) finish(j);
         }
     }
 }

@@ -168,13 +168,13 @@ class AmxEngine {
                                            panels + p * panel_piece + ((j - j0) * nb_ + k) * amx::kBlockSize);
             for (int64_t i = 0; i < nb_; ++i) {
                 amx::multiply_row<P>(left.left + i * nb_ * amx::kBlockSize, piece_, panels, nb_ * amx::kBlockSize,
-                                     panel_piece, nb_, j1 - j0, rows, false);
-                for (int64_t j = j0; j < j1; ++j) {
-                    float* c = rows + (j - j0) * 1024;
-                    finish_update(x_ + (i * mb_ + j) * amx::kBlockSize, c, alpha, left.diagonal + 32 * i, keep,
-                                  sink != nullptr);
-                    if (sink) sink->block(i, j, c);
-                }
+                                     panel_piece, nb_, j1 - j0, rows, false, [&](int64_t j) {
+                                         float* c = rows + j * 1024;
+                                         finish_update(x_ + (i * mb_ + j0 + j) * amx::kBlockSize,
+                                                       panels + (j * nb_ + i) * amx::kBlockSize, panel_piece, c, alpha,
+                                                       left.diagonal + 32 * i, keep, sink != nullptr);
+                                         if (sink) sink->block(i, j0 + j, c);
+                                     });
             }
         }
     }
@@ -235,15 +235,16 @@ class AmxEngine {
                     if ((turn % 2 ? team.size - 1 - seat : seat) != team.rank) continue;
                     const int64_t panels = std::min(j1, i + 1) - j0;
                     float* c = first && last ? rows : partial_ + (i - i0) * kStripe * 1024;
+                    const auto finish = [&](int64_t j) {
+                        if (last) finish_symmetric(e, c + j * 1024, i, j0 + j);
+                    };
                     if constexpr (kBuild)
                         amx::multiply_row<P>(left + (i * kb + k0) * amx::kBlockSize, left_piece, built,
-                                             chunk * amx::kBlockSize, right_piece, blocks, panels, c, !first);
+                                             chunk * amx::kBlockSize, right_piece, blocks, panels, c, !first, finish);
                     else
                         amx::multiply_row<P>(left + (i * kb + k0) * amx::kBlockSize, left_piece,
                                              right + (j0 * kb + k0) * amx::kBlockSize, kb * amx::kBlockSize,
-                                             right_piece, blocks, panels, c, !first);
-                    if (!last) continue;
-                    for (int64_t j = 0; j < panels; ++j) finish_symmetric(e, c + j * 1024, i, j0 + j);
+                                             right_piece, blocks, panels, c, !first, finish);
                 }
             }
             i0 = i1;
@@ -395,20 +396,30 @@ class AmxEngine {
             }
     }
 
-    void finish_update(Bf16* x, float* c, float alpha, const float* diagonal, bool keep, bool emit) {
-        for (int r = 0; r < 32; ++r) {
-            const __m512 scale = _mm512_set1_ps(alpha + diagonal[r]);
-            __m512 a = _mm512_load_ps(c + 32 * r), b = _mm512_load_ps(c + 32 * r + 16);
+    // The pieces of X that were multiplied are read from the panel, which is in L2.
+    void finish_update(Bf16* x, const Bf16* panel, int64_t panel_piece, float* c, float alpha, const float* diagonal,
+                       bool keep, bool emit) {
+        for (int r = 0; r < 16; ++r, c += 64, x += 64, panel += 32) {
+            __m512 v[4], scale[2];
+            for (int t = 0; t < 4; ++t) v[t] = _mm512_load_ps(c + 16 * t);
+            for (int t = 0; t < 2; ++t) scale[t] = _mm512_set1_ps(alpha + diagonal[2 * r + t]);
             for (int p = kStored - 1; p >= 0; --p) {
-                const __m512i row = _mm512_load_si512(x + p * x_piece_ + 32 * r);
-                a = _mm512_fmadd_ps(scale, amx::widen(row, 0), a);
-                b = _mm512_fmadd_ps(scale, amx::widen(row, 1), b);
+                __m512 w[4];
+                if (p < P) {
+                    const __m512i low = _mm512_load_si512(panel + p * panel_piece),
+                                  high = _mm512_load_si512(panel + p * panel_piece + amx::kTile);
+                    w[0] = amx::widen_even(low), w[1] = amx::widen_even(high);
+                    w[2] = amx::widen_odd(low), w[3] = amx::widen_odd(high);
+                } else {
+                    for (int t = 0; t < 4; ++t)
+                        w[t] = amx::widen(_mm512_load_si512(x + p * x_piece_ + 32 * (t / 2)), t % 2);
+                }
+                for (int t = 0; t < 4; ++t) v[t] = _mm512_fmadd_ps(scale[t / 2], w[t], v[t]);
             }
-            if (emit) {
-                _mm512_store_ps(c + 32 * r, a);
-                _mm512_store_ps(c + 32 * r + 16, b);
-            }
-            if (keep) amx::store_pieces(a, b, x + 32 * r, x_piece_, kStored);
+            if (emit)
+                for (int t = 0; t < 4; ++t) _mm512_store_ps(c + 16 * t, v[t]);
+            if (keep)
+                for (int t = 0; t < 2; ++t) amx::store_pieces(v[2 * t], v[2 * t + 1], x + 32 * t, x_piece_, kStored);
         }
     }
 
