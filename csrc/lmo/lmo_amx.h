@@ -1,12 +1,14 @@
 // The products of the spectral iteration on AMX tiles (see lmo.h for the mathematics, common/amx.h for the layouts).
 //
-// Gram matrix, R = X X^T (n x m, n <= m): only blocks I >= J are computed, each stored with its mirror. X is kept in
-// left layout alone; the right operand is made once per element by transposing tiles: for kStripe panels (256 rows of
-// X) and a chunk of columns at a time, used by kRows row blocks, so that it and the float32 partial sums stay in L2.
-//   n^2 m multiply-adds (half of the full product), per 32x32x32 step 64 cycles, one 16x16 transposition amortised over
-//   n/64 steps.
-// Symmetric product, D = c L R + c_r R + c_l L of commuting symmetric matrices: the same, with operands that already
-//   have the layouts; the polynomial is the epilogue.  n^3 multiply-adds.
+// Gram matrix, R = X X^T (n x m, n <= m): only blocks I >= J are computed, each stored with its mirror. Matrices have
+// the left layout alone. The right operand is made by transposing tiles, for a stripe of up to kStripe panels (256 rows
+// of X) and a chunk of columns at a time, and used by up to kRows row blocks: it and their float32 partial sums, 1 MB
+// each at most, stay in the L2 of the thread that makes and uses them. Threads share no scratch memory and never wait:
+// making a chunk together costs a barrier and the transfer of half of it between caches.
+//   n^2 m multiply-adds (half of the full product), per 32x32x32 step 64 cycles; a block is transposed for n/64 steps.
+// Symmetric product, D = c L R + c_r R + c_l L of commuting symmetric matrices: the same with m = n, and the polynomial
+//   as the epilogue. To store right layouts too would cost more than to transpose: results are written to be read by
+//   other threads.  n^3 multiply-adds.
 // Diagonals are kept apart, in float32: near convergence R is close to the identity and the factors close to multiples
 //   of it, so rounding their diagonals to bf16 would be the largest error of all (3x on Gaussian input). The stored
 //   off-diagonal parts L', R' give L R = L' R' + d_L R' + L' d_R + d_L d_R: two more terms of the epilogue.
@@ -15,7 +17,8 @@
 //   writes the weights.  2 n^2 m multiply-adds.
 // In bf16, what rounding takes off R, Z, Q and R Z is kept for their use as summands (not as factors): the error of the
 //   small eigenvalues of R then is relative to themselves instead of to |R|.
-// Bytes beyond the operands: 2 P n m for X per product, read from L3 where it exceeds L2.
+// Bytes from L3, where X exceeds L2: a Gram matrix reads P pieces of X (2 n m bytes each) n/512 + 1/2 times, a product
+// its operands likewise; an update reads P pieces of X and, for each group, of Z, then writes what is stored of X.
 #pragma once
 
 #include "common/amx.h"
@@ -37,11 +40,10 @@ class AmxEngine {
     using Scalar = float;
     using Bf16 = amx::Bf16;
     struct Symmetric {
-        Bf16* left = nullptr;  // without the diagonal; P pieces each, piece_ elements apart
-        Bf16* right = nullptr;
+        Bf16* data = nullptr;  // left layout, without the diagonal; P pieces, piece_ elements apart
         float* diagonal = nullptr;
-        Bf16* low = nullptr;  // bf16 only: what rounding took off, left layout, blocks I >= J; for use as a summand
-        Symmetric left_only() const { return {left, nullptr, diagonal, nullptr}; }
+        Bf16* low = nullptr;  // bf16 only: what rounding took off, blocks I >= J; for use as a summand
+        Symmetric factor_only() const { return {data, diagonal, nullptr}; }
     };
     // Pieces of X that are stored; products use P of them. The second one that bf16 carries keeps the rounding of X out
     // of alpha X, where the slopes a_j of the later steps would amplify it at small singular values (10x in the error
@@ -55,7 +57,7 @@ class AmxEngine {
         return start < 2 && steps > 6 ? 1 : 2;
     }
     static constexpr double kGrowthLimit = P == 1 ? 150 : 1e9;
-    static constexpr int64_t kPanels = 16, kStripe = 8, kRows = 32, kDiagonals = 6, kLows = 5;
+    static constexpr int64_t kPanels = 16, kStripe = 8, kRows = 32, kMatrices = 5;
     static constexpr bool kLow = P == 1;
 
     // Carves its buffers from `arena` (of arena_bytes()); `team_size` threads will call the members together.
@@ -68,34 +70,23 @@ class AmxEngine {
             return r;
         };
         x_ = reinterpret_cast<Bf16*>(take(kStored * x_piece_ * 2));
-        for (Bf16*& b : pool_) b = reinterpret_cast<Bf16*>(take(P * piece_ * 2));
-        partial_ = reinterpret_cast<float*>(take(partial_bytes()));
-        transposed_ = reinterpret_cast<Bf16*>(take(transposed_bytes()));
-        panels_ = reinterpret_cast<Bf16*>(take(panel_elements() * 2 * team_size));
+        scratch_ = take(scratch_bytes() * team_size);
         sums_ = reinterpret_cast<double*>(take(nb_ * nb_ * 8));
-        Bf16* low[kLows];
-        for (Bf16*& b : low) b = kLow ? reinterpret_cast<Bf16*>(take(piece_ * 2)) : nullptr;
-        float* d = reinterpret_cast<float*>(take(kDiagonals * nb_ * 32 * 4));
-        const auto diagonal = [&](int64_t i) { return d + i * nb_ * 32; };
-        gram = {pool_[0], pool_[1], diagonal(0), low[0]};
-        first_z = {pool_[2], pool_[3], diagonal(1), low[1]};
-        z = {pool_[2], nullptr, diagonal(2), low[2]};
-        q[0] = {nullptr, pool_[3], diagonal(1), low[1]};
-        q[1] = {nullptr, pool_[4], diagonal(3), low[3]};
-        last_q = {pool_[5], nullptr, diagonal(4), nullptr};
-        rz = {nullptr, pool_[6], diagonal(5), low[4]};
+        Symmetric* matrices[kMatrices] = {&gram, &z, &rz, &q[0], &q[1]};
+        for (Symmetric* s : matrices)
+            *s = {reinterpret_cast<Bf16*>(take(P * piece_ * 2)), reinterpret_cast<float*>(take(nb_ * 32 * 4)),
+                  kLow ? reinterpret_cast<Bf16*>(take(piece_ * 2)) : nullptr};
     }
 
     static int64_t arena_bytes(int64_t n, int64_t m, int team_size) {
         AmxEngine e(n, m);
-        return (kStored * e.x_piece_ * 2) + 7 * (P * e.piece_ * 2) + e.partial_bytes() + e.transposed_bytes() +
-               e.panel_elements() * 2 * team_size + e.nb_ * e.nb_ * 8 + kDiagonals * e.nb_ * 32 * 4 +
-               (kLow ? kLows * e.piece_ * 2 : 0) + 64 * 24;
+        return kStored * e.x_piece_ * 2 + e.scratch_bytes() * team_size + e.nb_ * e.nb_ * 8 +
+               kMatrices * ((P + kLow) * e.piece_ * 2 + e.nb_ * 32 * 4) + 64 * 24;
     }
 
-    // The matrices of the iteration, with the layouts their uses need. Q is kept without its multiple of the identity,
-    // so after a segment's first step it is Z: q[0] and first_z share their right layout.
-    Symmetric gram, first_z, z, rz, q[2], last_q;
+    // The matrices of the iteration. Q is kept without its multiple of the identity, so after a segment's first step it
+    // is that step's Z.
+    Symmetric gram, z, rz, q[2];
 
     int64_t block_rows() const { return nb_; }
     int64_t block_cols() const { return mb_; }
@@ -134,12 +125,10 @@ class AmxEngine {
 
     // out = X X^T
     void gram_matrix(const Team& team, const Symmetric& out, Sum sum) {
-        symmetric<true>(team, x_, x_piece_, mb_, nullptr, {.out = out, .sum = sum});
+        symmetric(team, x_, x_, x_piece_, mb_, {.out = out, .sum = sum});
     }
 
-    void product(const Team& team, const Combination& e) {
-        symmetric<false>(team, e.left.left, piece_, nb_, e.right.right, e);
-    }
+    void product(const Team& team, const Combination& e) { symmetric(team, e.left.data, e.right.data, piece_, nb_, e); }
 
     // The sum asked for by the last product, in a fixed order; valid on every member after a wait.
     double sum() const {
@@ -155,7 +144,7 @@ class AmxEngine {
     void update(const Team& team, const Symmetric& left, float alpha, bool keep, Sink* sink) {
         const amx::TileScope tiles;
         alignas(64) float rows[kPanels * 1024];
-        Bf16* panels = panels_ + team.rank * panel_elements();
+        auto* panels = reinterpret_cast<Bf16*>(scratch_ + team.rank * scratch_bytes());
         const int64_t begin = team.begin(mb_), mine = team.end(mb_) - begin;
         const int64_t groups = (mine + group_panels() - 1) / group_panels();
         for (int64_t group = 0; group < groups; ++group) {
@@ -167,7 +156,7 @@ class AmxEngine {
                         amx::left_to_right(x_ + p * x_piece_ + (k * mb_ + j) * amx::kBlockSize,
                                            panels + p * panel_piece + ((j - j0) * nb_ + k) * amx::kBlockSize);
             for (int64_t i = 0; i < nb_; ++i) {
-                amx::multiply_row<P>(left.left + i * nb_ * amx::kBlockSize, piece_, panels, nb_ * amx::kBlockSize,
+                amx::multiply_row<P>(left.data + i * nb_ * amx::kBlockSize, piece_, panels, nb_ * amx::kBlockSize,
                                      panel_piece, nb_, j1 - j0, rows, false, [&](int64_t j) {
                                          float* c = rows + j * 1024;
                                          finish_update(x_ + (i * mb_ + j0 + j) * amx::kBlockSize,
@@ -189,96 +178,80 @@ class AmxEngine {
         piece_ = nb_ * nb_ * amx::kBlockSize;
     }
     // Block columns of a symmetric product handled at a time: all while a stripe's right operand is at most 1 MB, else
-    // 12, as many as accumulate in tiles at a stretch.
-    static int64_t chunk(int64_t blocks) { return blocks * P <= 64 ? blocks : 12; }
+    // as many as accumulate in tiles at a stretch.
+    static int64_t chunk(int64_t blocks) { return blocks * P <= 64 ? blocks : 12 / P; }
     // Panels of a group of the update: up to 1 MB.
     int64_t group_panels() const { return std::clamp<int64_t>(512 / (nb_ * P), 4, kPanels); }
     int64_t panel_elements() const { return P * group_panels() * nb_ * amx::kBlockSize; }
-    static int64_t partial_bytes() { return kRows * kStripe * 1024 * 4; }
-    int64_t transposed_elements() const { return P * kStripe * chunk(mb_) * amx::kBlockSize; }
-    int64_t transposed_bytes() const { return 2 * transposed_elements() * 2; }
+    int64_t built_elements() const { return P * kStripe * std::max(chunk(nb_), chunk(mb_)) * amx::kBlockSize; }
+    // Of one member, for one product at a time.
+    int64_t scratch_bytes() const {
+        return std::max(panel_elements() * 2, built_elements() * 2 + kRows * kStripe * 4096);
+    }
 
-    // kBuild: the right operand is the transpose of `left`, built chunk by chunk.
-    template <bool kBuild>
-    void symmetric(const Team& team, const Bf16* left, int64_t left_piece, int64_t kb, const Bf16* right,
+    // Whether item i goes to this member: in snake order, since stripes get shorter and rows longer one by one.
+    static bool dealt(int64_t i, int64_t members, int64_t member) {
+        const int64_t turn = i / members, seat = i % members;
+        return (turn % 2 ? members - 1 - seat : seat) == member;
+    }
+
+    // out = combination of left * right; both in left layout, `right` as its transpose.
+    void symmetric(const Team& team, const Bf16* left, const Bf16* right, int64_t piece, int64_t kb,
                    const Combination& e) {
         const amx::TileScope tiles;
-        alignas(64) float rows[kStripe * 1024];
-        const int64_t chunk = this->chunk(kb);
-        int buffer = 0;
-        for (int64_t j0 = 0, i0 = 0; j0 < nb_;) {
-            const int64_t j1 = std::min(j0 + kStripe, nb_), i1 = std::min(i0 + kRows, nb_);
-            for (int64_t k0 = 0; k0 < kb; k0 += chunk) {
-                const int64_t k1 = std::min(k0 + chunk, kb), blocks = k1 - k0;
-                const bool first = k0 == 0, last = k1 == kb;
-                int64_t right_piece = piece_;
-                Bf16* built = transposed_ + buffer * transposed_elements();
-                if constexpr (kBuild) {
-                    right_piece = kStripe * chunk * amx::kBlockSize;
-                    const int64_t work = (j1 - j0) * blocks;
-                    for (int64_t w = team.begin(work); w < team.end(work); ++w) {
-                        const int64_t j = j0 + w / blocks, k = w % blocks;
+        auto* built = reinterpret_cast<Bf16*>(scratch_ + team.rank * scratch_bytes());
+        auto* partial = reinterpret_cast<float*>(built + built_elements());
+        const int64_t chunk = this->chunk(kb), built_panel = chunk * amx::kBlockSize;
+        const int64_t built_piece = kStripe * built_panel;
+        // The team is cut into groups, which are dealt the stripes, and their members the rows of each: with fewer
+        // groups every member transposes more, with more groups the stripes are narrow and left operands are read more
+        // often.
+        int64_t groups = 1;
+        while (team.size % (2 * groups) == 0 && 2 * groups * groups <= team.size) groups *= 2;
+        const int64_t members = team.size / groups, group = team.rank / members, member = team.rank % members;
+        const int64_t unit = groups == 1 ? 1 : 2 * groups,
+                      stripes = unit * ((nb_ + unit * kStripe - 1) / (unit * kStripe));
+        for (int64_t s = 0; s < stripes; ++s) {
+            if (!dealt(s, groups, group)) continue;
+            const int64_t j0 = nb_ * s / stripes, j1 = nb_ * (s + 1) / stripes;
+            for (int64_t i0 = j0; i0 < nb_ && j0 < j1; i0 += kRows)
+                for (int64_t k0 = 0; k0 < kb; k0 += chunk) {
+                    const int64_t k1 = std::min(k0 + chunk, kb);
+                    for (int64_t j = j0; j < j1; ++j)
                         for (int p = 0; p < P; ++p) {
-                            const Bf16* s = left + p * left_piece + (j * kb + k0 + k) * amx::kBlockSize;
-                            Bf16* t = built + p * right_piece + ((j - j0) * chunk + k) * amx::kBlockSize;
-                            amx::transpose_tile(s, t);
-                            amx::transpose_tile(s + amx::kTile, t + amx::kTile);
+                            const Bf16* source = right + p * piece + (j * kb + k0) * amx::kBlockSize;
+                            Bf16* target = built + p * built_piece + (j - j0) * built_panel;
+                            for (int64_t t = 0; t < (k1 - k0) * amx::kBlockSize; t += amx::kTile)
+                                amx::transpose_tile(source + t, target + t);
                         }
+                    for (int64_t i = i0; i < std::min(i0 + kRows, nb_); ++i) {
+                        if (!dealt(i - i0, members, member)) continue;
+                        float* c = partial + (chunk < kb ? (i - i0) * kStripe * 1024 : 0);
+                        amx::multiply_row<P>(left + (i * kb + k0) * amx::kBlockSize, piece, built, built_panel,
+                                             built_piece, k1 - k0, std::min(j1, i + 1) - j0, c, k0 > 0, [&](int64_t j) {
+                                                 if (k1 == kb) finish_symmetric(e, c + j * 1024, i, j0 + j);
+                                             });
                     }
-                    team.wait();
-                    buffer ^= 1;
                 }
-                for (int64_t i = i0; i < i1; ++i) {
-                    // Rows are dealt in snake order: the first few of a stripe are short. A slot of partial_ stays with
-                    // one member for good, since it and the dealing go by i - i0 alone: products need no barrier.
-                    const int64_t turn = (i - i0) / team.size, seat = (i - i0) % team.size;
-                    if ((turn % 2 ? team.size - 1 - seat : seat) != team.rank) continue;
-                    const int64_t panels = std::min(j1, i + 1) - j0;
-                    float* c = first && last ? rows : partial_ + (i - i0) * kStripe * 1024;
-                    const auto finish = [&](int64_t j) {
-                        if (last) finish_symmetric(e, c + j * 1024, i, j0 + j);
-                    };
-                    if constexpr (kBuild)
-                        amx::multiply_row<P>(left + (i * kb + k0) * amx::kBlockSize, left_piece, built,
-                                             chunk * amx::kBlockSize, right_piece, blocks, panels, c, !first, finish);
-                    else
-                        amx::multiply_row<P>(left + (i * kb + k0) * amx::kBlockSize, left_piece,
-                                             right + (j0 * kb + k0) * amx::kBlockSize, kb * amx::kBlockSize,
-                                             right_piece, blocks, panels, c, !first, finish);
-                }
-            }
-            i0 = i1;
-            if (i0 == nb_) i0 = j0 = j1;
         }
     }
 
-    // 16 rows-pairs by 2 halves of a symmetric matrix's block, widened: even rows in v[0..1], odd rows in v[2..3].
-    [[gnu::always_inline]] void load_pair(const Symmetric& s, int64_t i, int64_t j, int row_pair, __m512 v[4]) const {
+    // Rows 2r, 2r + 1 of a symmetric matrix's block, widened: the even one in v[0..1], the odd one in v[2..3].
+    [[gnu::always_inline]] void load_pair(const Symmetric& s, int64_t i, int64_t j, int r, __m512 v[4]) const {
         for (int t = 0; t < 4; ++t) v[t] = _mm512_setzero_ps();
-        for (int p = 0; p < P; ++p) {
-            if (s.left) {
-                const Bf16* b = s.left + p * piece_ + (i * nb_ + j) * amx::kBlockSize + row_pair * 64;
-                const __m512i even = _mm512_load_si512(b), odd = _mm512_load_si512(b + 32);
-                v[0] = _mm512_add_ps(v[0], amx::widen(even, 0));
-                v[1] = _mm512_add_ps(v[1], amx::widen(even, 1));
-                v[2] = _mm512_add_ps(v[2], amx::widen(odd, 0));
-                v[3] = _mm512_add_ps(v[3], amx::widen(odd, 1));
-            } else {
-                const Bf16* b = s.right + p * piece_ + (j * nb_ + i) * amx::kBlockSize + row_pair * 32;
-                const __m512i low = _mm512_load_si512(b), high = _mm512_load_si512(b + amx::kTile);
-                v[0] = _mm512_add_ps(v[0], amx::widen_even(low));
-                v[1] = _mm512_add_ps(v[1], amx::widen_even(high));
-                v[2] = _mm512_add_ps(v[2], amx::widen_odd(low));
-                v[3] = _mm512_add_ps(v[3], amx::widen_odd(high));
-            }
+        for (int p = 0; p < P + kLow; ++p) {
+            if (p == P && !s.low) break;
+            const Bf16* b = (p < P ? s.data + p * piece_ : s.low) + (i * nb_ + j) * amx::kBlockSize + r * 64;
+            for (int t = 0; t < 4; ++t)
+                v[t] = _mm512_add_ps(v[t], amx::widen(_mm512_load_si512(b + 32 * (t / 2)), t % 2));
         }
     }
 
     // The diagonal of the result goes to out.diagonal, and zero takes its place in the block. Returns its share of the
     // sum.
     double finish_diagonal(const Combination& e, float* c, int64_t i) {
-        const float* left = e.left.left ? e.left.diagonal + 32 * i : nullptr;
-        const float* right = e.left.left ? e.right.diagonal + 32 * i : nullptr;
+        const float* left = e.left.data ? e.left.diagonal + 32 * i : nullptr;
+        const float* right = e.left.data ? e.right.diagonal + 32 * i : nullptr;
         double squares = 0;
         for (int r = 0; r < 32; ++r) {
             float v = c[33 * r];
@@ -295,31 +268,17 @@ class AmxEngine {
         return squares;
     }
 
-    [[gnu::always_inline]] void add_low(const Symmetric& s, int64_t i, int64_t j, int row_pair, __m512 v[4]) const {
-        if (!kLow || !s.low) return;
-        const Bf16* b = s.low + (i * nb_ + j) * amx::kBlockSize + row_pair * 64;
-        const __m512i even = _mm512_load_si512(b), odd = _mm512_load_si512(b + 32);
-        v[0] = _mm512_add_ps(v[0], amx::widen(even, 0));
-        v[1] = _mm512_add_ps(v[1], amx::widen(even, 1));
-        v[2] = _mm512_add_ps(v[2], amx::widen(odd, 0));
-        v[3] = _mm512_add_ps(v[3], amx::widen(odd, 1));
-    }
-
     // Rows 2r, 2r + 1 of the combination's off-diagonal part in block (i, j), from the accumulated product c. column[]
     // holds the factors of left_ij; squares gathers the sum.
     [[gnu::always_inline]] void combine(const Combination& e, const float* c, int64_t i, int64_t j, int r,
                                         const __m512 column[2], __m512 v[4], __m512& squares) const {
         for (int t = 0; t < 4; ++t) v[t] = _mm512_mul_ps(_mm512_set1_ps(e.c), _mm512_load_ps(c + 64 * r + 16 * t));
-        if (e.left.left) {
+        if (e.left.data) {
             __m512 right[4], left[4], row[2];  // row[]: the factors of right_ij
             for (int t = 0; t < 2; ++t) row[t] = _mm512_set1_ps(e.c_right + e.c * e.left.diagonal[32 * i + 2 * r + t]);
-            const bool same = e.left.left == e.right.left;
+            const bool same = e.left.data == e.right.data;
             load_pair(e.right, i, j, r, right);
-            add_low(e.right, i, j, r, right);
-            if (!same) {
-                load_pair(e.left, i, j, r, left);
-                add_low(e.left, i, j, r, left);
-            }
+            if (!same) load_pair(e.left, i, j, r, left);
             for (int t = 0; t < 4; ++t) {
                 v[t] = _mm512_fmadd_ps(row[t / 2], right[t], v[t]);
                 v[t] = _mm512_fmadd_ps(column[t % 2], same ? right[t] : left[t], v[t]);
@@ -336,7 +295,7 @@ class AmxEngine {
 
     void finish_symmetric(const Combination& e, float* c, int64_t i, int64_t j) {
         __m512 column[2] = {};
-        if (e.left.left)
+        if (e.left.data)
             for (int t = 0; t < 2; ++t)
                 column[t] = _mm512_fmadd_ps(_mm512_set1_ps(e.c), _mm512_loadu_ps(e.right.diagonal + 32 * j + 16 * t),
                                             _mm512_set1_ps(e.c_left));
@@ -356,12 +315,12 @@ class AmxEngine {
                                 _mm512_mul_ps(_mm512_set1_ps(0.5f), _mm512_add_ps(_mm512_load_ps(c + 16 * r),
                                                                                   _mm512_load_ps(mirror + 16 * r))));
         }
-        alignas(64) Bf16 spare_left[P][1024], spare_right[P][1024];
-        Bf16 *to_left[P], *to_right[P];
-        for (int p = 0; p < P; ++p) {
-            to_left[p] = e.out.left ? e.out.left + p * piece_ + (i * nb_ + j) * amx::kBlockSize : spare_left[p];
-            to_right[p] = e.out.right ? e.out.right + p * piece_ + (j * nb_ + i) * amx::kBlockSize : spare_right[p];
-        }
+        // The block is stored, and its mirror from the same block in right layout, which is what transposing tiles
+        // takes.
+        alignas(64) Bf16 spare[P][1024], pairs[P][1024];
+        Bf16* target[P];
+        for (int p = 0; p < P; ++p)
+            target[p] = e.out.data ? e.out.data + p * piece_ + (i * nb_ + j) * amx::kBlockSize : spare[p];
         for (int r = 0; r < 16; ++r) {
             if (i == j)
                 for (int t = 0; t < 4; ++t) v[t] = _mm512_load_ps(c + 64 * r + 16 * t);
@@ -369,10 +328,10 @@ class AmxEngine {
                 combine(e, c, i, j, r, column, v, squares);
             for (int p = 0; p < P; ++p) {
                 const __m512i low = amx::narrow_pairs(v[0], v[2]), high = amx::narrow_pairs(v[1], v[3]);
-                _mm512_store_si512(to_right[p] + 32 * r, low);
-                _mm512_store_si512(to_right[p] + amx::kTile + 32 * r, high);
-                _mm512_store_si512(to_left[p] + 64 * r, amx::narrow(v[0], v[1]));
-                _mm512_store_si512(to_left[p] + 64 * r + 32, amx::narrow(v[2], v[3]));
+                _mm512_store_si512(pairs[p] + 32 * r, low);
+                _mm512_store_si512(pairs[p] + amx::kTile + 32 * r, high);
+                _mm512_store_si512(target[p] + 64 * r, amx::narrow(v[0], v[1]));
+                _mm512_store_si512(target[p] + 64 * r + 32, amx::narrow(v[2], v[3]));
                 if (p + 1 == P && !(kLow && e.out.low)) break;
                 v[0] = _mm512_sub_ps(v[0], amx::widen_even(low));
                 v[1] = _mm512_sub_ps(v[1], amx::widen_even(high));
@@ -386,14 +345,10 @@ class AmxEngine {
             }
         }
         if (e.sum != Sum::None) sums_[i * nb_ + j] = _mm512_reduce_add_ps(squares) + diagonal_squares;
-        if (i == j) return;
+        if (i == j || !e.out.data) return;
         for (int p = 0; p < P; ++p)
-            for (int64_t h = 0; h < 2 * amx::kTile; h += amx::kTile) {
-                if (e.out.left)
-                    amx::transpose_tile(to_right[p] + h, e.out.left + p * piece_ + (j * nb_ + i) * amx::kBlockSize + h);
-                if (e.out.right)
-                    amx::transpose_tile(to_left[p] + h, e.out.right + p * piece_ + (i * nb_ + j) * amx::kBlockSize + h);
-            }
+            for (int64_t h = 0; h < amx::kBlockSize; h += amx::kTile)
+                amx::transpose_tile(pairs[p] + h, e.out.data + p * piece_ + (j * nb_ + i) * amx::kBlockSize + h);
     }
 
     // The pieces of X that were multiplied are read from the panel, which is in L2.
@@ -425,10 +380,7 @@ class AmxEngine {
 
     int64_t n_, m_, nb_ = 0, mb_ = 0, x_piece_ = 0, piece_ = 0;
     Bf16* x_ = nullptr;
-    Bf16* pool_[7] = {};
-    float* partial_ = nullptr;
-    Bf16* transposed_ = nullptr;
-    Bf16* panels_ = nullptr;
+    char* scratch_ = nullptr;
     double* sums_ = nullptr;
 };
 

@@ -332,7 +332,7 @@ class Iteration {
                     return report(residual, j);
                 }
             }
-            const auto z = engine_.first_z.left_only();
+            const auto z = engine_.q[0].factor_only();
             engine_.product(team_, {z, engine_.gram, engine_.gram, p.c, p.b});
             team_.wait();
             finish_segment(z, p.a, j + 1);
@@ -349,15 +349,16 @@ class Iteration {
             for (int64_t j = start; j < end; ++j) {
                 const bool first = j == start, last = j + 1 == end;
                 const Coefficients p = first ? first_products(j) : coefficients(j, 1);
-                typename Engine::Symmetric z = first ? engine_.first_z : engine_.z;
-                if (last) z = first ? z.left_only() : z;
+                typename Engine::Symmetric z = first ? engine_.q[0] : engine_.z;
+                if (first && last) z = z.factor_only();
                 engine_.product(team_, {z, engine_.gram, engine_.gram, p.c, p.b});
                 team_.wait();
                 if (first) {
                     q = z;
                 } else {
                     const typename Engine::Symmetric old = engine_.q[current];
-                    q = last ? engine_.last_q : engine_.q[1 - current];
+                    q = engine_.q[1 - current];
+                    if (last) q = q.factor_only();
                     engine_.product(team_, {q, z, old, 1, p.a, multiple});
                     current = 1 - current;
                 }

@@ -21,10 +21,8 @@ class VectorEngine {
   public:
     using Scalar = T;
     struct Symmetric {
-        T* left = nullptr;   // row-major, n x stride_
-        T* right = nullptr;  // the same matrix: the two exist for the engine whose operands differ in layout
-        const T* data() const { return left ? left : right; }
-        Symmetric left_only() const { return {left, nullptr}; }
+        T* data = nullptr;                                // row-major, n x stride_
+        Symmetric factor_only() const { return {data}; }  // for the engine that keeps more for use as a summand
     };
     static int64_t longest_segment(int64_t start, int64_t /*steps*/) { return start == 0 ? 3 : 2; }
     static constexpr double kGrowthLimit = 1e9;
@@ -41,30 +39,24 @@ class VectorEngine {
             return reinterpret_cast<T*>(r);
         };
         y_ = take(padded_m_ * stride_);
-        T* pool[6];
-        for (T*& b : pool) b = take(n_ * stride_);
+        Symmetric* matrices[] = {&gram, &z, &rz, &q[0], &q[1]};
+        for (Symmetric* s : matrices) s->data = take(n_ * stride_);
         left_ = take(tiles_ * kMr * kChunk);
         partial_ = take(partial_elements());
         panels_ = take(panel_elements() * team_size);
         z_panels_ = take(panels_count_ * n_ * kNr);
         sums_ = reinterpret_cast<double*>(take(panels_count_ * 8 / static_cast<int64_t>(sizeof(T))));
-        gram = {pool[0], pool[0]};
-        q[0] = first_z = {pool[1], pool[1]};
-        z = {pool[2], pool[2]};
-        q[1] = {pool[3], pool[3]};
-        last_q = {pool[4], pool[4]};
-        rz = {pool[5], pool[5]};
     }
 
     static int64_t arena_bytes(int64_t n, int64_t m, int team_size) {
         const VectorEngine e(n, m);
         return static_cast<int64_t>(sizeof(T)) *
-                   (e.padded_m_ * e.stride_ + 6 * n * e.stride_ + e.tiles_ * kMr * kChunk + e.partial_elements() +
+                   (e.padded_m_ * e.stride_ + 5 * n * e.stride_ + e.tiles_ * kMr * kChunk + e.partial_elements() +
                     e.panel_elements() * team_size + e.panels_count_ * n * kNr) +
                8 * e.panels_count_ + 64 * 16;
     }
 
-    Symmetric gram, first_z, z, rz, q[2], last_q;
+    Symmetric gram, z, rz, q[2];
 
     int64_t block_rows() const { return (n_ + 31) / 32; }
     int64_t block_cols() const { return (m_ + 31) / 32; }
@@ -94,13 +86,13 @@ class VectorEngine {
     void gram_matrix(const Team& team, const Symmetric& out, Sum sum) {
         symmetric(team, y_, y_, m_, {.out = out, .sum = sum});
     }
-    void product(const Team& team, const Combination& e) { symmetric(team, e.left.data(), e.right.data(), n_, e); }
+    void product(const Team& team, const Combination& e) { symmetric(team, e.left.data, e.right.data, n_, e); }
     double sum() const { return std::accumulate(sums_, sums_ + panels_count_, 0.0); }
 
     template <class Sink>
     void update(const Team& team, const Symmetric& z, T alpha, bool /*keep*/, Sink* sink) {
         for (int64_t j = team.begin(panels_count_); j < team.end(panels_count_); ++j)
-            pack<kNr>(z.data(), 0, n_, j * kNr, z_panels_ + j * n_ * kNr);
+            pack<kNr>(z.data, 0, n_, j * kNr, z_panels_ + j * n_ * kNr);
         team.wait();
         alignas(64) T c[kGroup * kNr], block[1024];
         T* rows = panels_ + team.rank * panel_elements();
@@ -190,22 +182,22 @@ class VectorEngine {
             const int64_t end = std::min(j1, i + 1);
             if (e.sum == Sum::Idempotency) {
                 T squares = 0;
-                const T* a = e.right.data() + i * stride_;
+                const T* a = e.right.data + i * stride_;
                 for (int64_t j = j0; j < end; ++j) squares += (i == j ? 1 : 2) * (row[j] - a[j]) * (row[j] - a[j]);
                 sum += static_cast<double>(squares);
             }
             for (int64_t j = j0; j < end; ++j) row[j] *= e.c;
             if (e.c_right != 0)
-                for (int64_t j = j0; j < end; ++j) row[j] += e.c_right * e.right.data()[i * stride_ + j];
+                for (int64_t j = j0; j < end; ++j) row[j] += e.c_right * e.right.data[i * stride_ + j];
             if (e.c_left != 0)
-                for (int64_t j = j0; j < end; ++j) row[j] += e.c_left * e.left.data()[i * stride_ + j];
+                for (int64_t j = j0; j < end; ++j) row[j] += e.c_left * e.left.data[i * stride_ + j];
             if (e.sum == Sum::Squares) {
                 T squares = 0;
                 for (int64_t j = j0; j < end; ++j) squares += (i == j ? 1 : 2) * row[j] * row[j];
                 sum += static_cast<double>(squares);
             }
         }
-        T* out = e.out.left ? e.out.left : e.out.right;
+        T* out = e.out.data;
         if (!out) return sum;
         for (int64_t i = i0; i < i1; ++i)
             for (int64_t j = j0; j < std::min(j1, i + 1); ++j) out[i * stride_ + j] = c[(i - i0) * kNr + j - j0];
