@@ -14,9 +14,10 @@ sys.path.append(str(Path(__file__).resolve().parents[2]))  # an installed pyops 
 
 import memory
 import torch
-from training import Run, text, train
+from training import Run, train
 
 import pyops
+from pyops.papers._text import text
 from pyops.papers.scion import Transfer, transfer
 from pyops.reproduce import Report, band, main
 

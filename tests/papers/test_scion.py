@@ -1,4 +1,4 @@
-"""The Scion module and its seed: model, norms, start, transfer table, text, runs, and the study in small."""
+"""The Scion module and its seed: model, norms, start, transfer table, runs, and the study in small."""
 
 import json
 import math
@@ -133,28 +133,6 @@ def test_transfer_reads_shift_regret_and_edges():
     assert study.regret == {64: 0.0, 128: 0.25, 256: math.inf}
     still = transfer({64: [3.0, 2.0, 2.5], 128: [3.0, 1.0, 2.0]})
     assert still.shift == 0 and still.interior and still.regret == {64: 0.0, 128: 0.0}
-
-
-def test_encode(training):
-    assert training.encode(b"\n ~\tA\x00\xff\x7f").tolist() == [0, 1, 95, 96, 34, 96, 96, 96]
-    assert training.encode(bytes(range(256))).max() == training.VOCABULARY - 1
-
-
-def test_text_is_split_by_file(training):
-    text = training.text()
-    held_out = text["about"]["validation_files"]
-    assert 0.05 < len(text["validation"]) / len(text["train"]) < 0.3
-    assert text["about"]["train_characters"] == len(text["train"]) > 1_000_000
-    assert 0 < len(held_out) < text["about"]["files"]
-    # A window of a held-out file is not in the training text.
-    window = text["validation"][5000:5200]
-    assert not (text["train"].unfold(0, 200, 1)[:, ::20] == window[::20]).all(1).any()
-
-
-def test_windows_are_inputs_and_their_next_symbols(training):
-    inputs, targets = training.windows(torch.arange(50), torch.tensor([0, 7]), 5)
-    assert inputs.tolist() == [[0, 1, 2, 3, 4], [7, 8, 9, 10, 11]]
-    assert torch.equal(targets, inputs + 1)
 
 
 def test_schedule_rises_then_falls_to_zero(training):
