@@ -79,28 +79,11 @@ def in_subprocess(options: argparse.Namespace, case: Case, mode: str) -> dict:
 def failed_case(case: Case, device: str, reason: str) -> dict:
     """A case whose process gave no answer, in the form of one that did."""
     rows = [
-        {
-            "name": impl.name,
-            "kind": case.kind(impl),
-            "note": impl.note,
-            "status": "failed",
-            "reason": reason,
-        }
+        {**measure.about_impl(case, impl), "status": "failed", "reason": reason}
         for impl in case.implementations
     ]
-    result = {
-        "op": case.op,
-        "name": case.name,
-        "note": case.note,
-        "device": device,
-        "compute": case.compute,
-        "flops": case.flops,
-        "bytes": case.bytes,
-        "bound_seconds": 0.0,
-        "rounds": 0,
-        "env": dict(case.env),
-    }
-    return {**result, "implementations": rows, **measure.verdict(rows, case.bar)}
+    result = {**measure.about_case(case, device), "bound_seconds": 0.0, "rounds": 0, "implementations": rows}
+    return {**result, **measure.verdict(rows, case.bar)}
 
 
 def run_case(options: argparse.Namespace, case: Case, peaks: dict) -> dict:

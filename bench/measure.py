@@ -105,6 +105,16 @@ def spread(values: Sequence[float]) -> dict[str, float]:
 # ---- one case
 
 
+def about_case(case: Case, device: str) -> dict:
+    """What the report knows of a case before it is measured."""
+    named = ("op", "name", "note", "compute", "flops", "bytes")
+    return {**{name: getattr(case, name) for name in named}, "device": device, "env": dict(case.env)}
+
+
+def about_impl(case: Case, impl: Impl) -> dict:
+    return {"name": impl.name, "kind": case.kind(impl), "note": impl.note}
+
+
 def measure_case(case: Case, peaks: dict[str, float], device: str = "cpu", rounds: int | None = None) -> dict:
     """Build, check and time every implementation of a case; a dictionary ready for JSON."""
     generator = torch.Generator(device=device).manual_seed(20250701)
@@ -115,7 +125,7 @@ def measure_case(case: Case, peaks: dict[str, float], device: str = "cpu", round
     with torch.no_grad():
         data = case.inputs(generator)
         for impl in case.implementations:
-            rows[impl.name] = row = {"name": impl.name, "kind": case.kind(impl), "note": impl.note}
+            rows[impl.name] = row = about_impl(case, impl)
             row.update(_admit(case, impl, data, built))
         torch.set_float32_matmul_precision("highest")  # importing a peer may have lowered it for everyone
         samples = {}
@@ -135,17 +145,10 @@ def measure_case(case: Case, peaks: dict[str, float], device: str = "cpu", round
         if ours is not None and name != case.ours.name:
             rows[name]["ratio"] = spread([peer / own for peer, own in zip(seconds, ours, strict=True)])
     result = {
-        "op": case.op,
-        "name": case.name,
-        "note": case.note,
-        "device": device,
-        "compute": case.compute,
-        "flops": case.flops,
-        "bytes": case.bytes,
+        **about_case(case, device),
         "bound_seconds": bound,
         "rounds": rounds or case.rounds,
         "served_by": case.served_by() if case.served_by and case.ours.name in built else None,
-        "env": dict(case.env),
         "implementations": list(rows.values()),
     }
     result.update(verdict(result["implementations"], case.bar))

@@ -12,7 +12,7 @@ LMOs", ICML 2025.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, cast
 
 import torch
@@ -511,6 +511,19 @@ def _no_second_derivative(ctx, grad):
     raise RuntimeError("polar has no second derivative: its gradient cannot be differentiated again")
 
 
+def _register_gradient(name: str, schema: str, vmap: Callable) -> None:
+    """A gradient of polar: plain torch on every device."""
+    _library.register(
+        name,
+        schema,
+        reference=getattr(reference, name),
+        fake=lambda grad, *args: like(grad),
+        vmap=vmap,
+        backward=_no_second_derivative,
+        plain=True,
+    )
+
+
 def _direction_grad(ctx, grad):
     (g,) = ctx.saved_tensors
     return reference.unit_direction_backward(grad, g, *ctx.settings), None, None
@@ -541,14 +554,10 @@ _library.register(
     setup_context=_polar_context,
     uses_amx=_polar_amx,
 )
-_library.register(
+_register_gradient(
     "polar_backward",
     "(Tensor grad, Tensor g, float[] coefficients, str normalize, float eps, Tensor steps) -> Tensor",
-    reference=reference.polar_backward,
-    fake=lambda grad, *args: like(grad),
-    vmap=_polar_backward_vmap,
-    backward=_no_second_derivative,
-    plain=True,
+    _polar_backward_vmap,
 )
 _library.register(
     "polar_svd",
@@ -560,14 +569,8 @@ _library.register(
     setup_context=_polar_svd_context,
     plain=True,
 )
-_library.register(
-    "polar_svd_backward",
-    "(Tensor grad, Tensor g, float rcond) -> Tensor",
-    reference=reference.polar_svd_backward,
-    fake=lambda grad, *args: like(grad),
-    vmap=_polar_svd_backward_vmap,
-    backward=_no_second_derivative,
-    plain=True,
+_register_gradient(
+    "polar_svd_backward", "(Tensor grad, Tensor g, float rcond) -> Tensor", _polar_svd_backward_vmap
 )
 _library.register(
     "unit_direction",
