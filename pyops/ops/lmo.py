@@ -112,7 +112,6 @@ def polar(
     tol: float | None = None,
     rcond: float | None = None,
     return_residual: bool = False,
-    _restarts: Sequence[int] | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Approximate orthogonal polar factor U V^T of each matrix g = U S V^T.
 
@@ -205,13 +204,13 @@ def polar(
         raise ValueError(f'tol needs steps="adaptive", got tol={tol} with steps={steps}')
     rows = _rows(method, ADAPTIVE_MAX_STEPS if adaptive and coefficients is None else steps, coefficients)
     flat = [value for row in rows for value in row]
-    restarts = list(_restarts or ())  # none named: the kernel chooses
     limit = -1.0
     if adaptive:
         limit = ADAPTIVE_TOL[compute] if tol is None else checks.nonnegative("tol", tol)
         form = "direct"
+    # No restarts of the Gram form are named: the kernel chooses.
     p, residual, _ = torch.ops.pyops.polar(
-        g, flat, restarts, form, compute, normalize, eps, limit, 0, return_residual
+        g, flat, [], form, compute, normalize, eps, limit, 0, return_residual
     )
     return (p, residual) if return_residual else p
 
