@@ -47,7 +47,7 @@ def test_bad_setting_is_named(kwargs, error, name):
 def test_bad_group_is_not_added():
     opt = Scion([nn.Parameter(torch.randn(4, 4))])
     for group in ({"radius": -1.0}, {"raduis": 1.0}, {"momentum": 0.1, "alpha": 0.9}, {"light": True}):
-        with pytest.raises(ValueError, match=r"raduis|radius|alpha|light"):
+        with pytest.raises(ValueError, match=r"raduis .* settings are .*radius|radius|alpha|light"):
             opt.add_param_group({"params": [nn.Parameter(torch.randn(4, 4))], **group})
     assert len(opt.param_groups) == 1
     opt.param_groups[0]["radius"] = -1.0
@@ -68,7 +68,7 @@ def test_bad_parameters():
     with pytest.raises(ValueError, match="more than one parameter group"):
         Scion([{"params": [matrix]}, {"params": [matrix]}])
     with pytest.raises(
-        ValueError, match=r"bias: norm 'spectral' needs a matrix, got a parameter of shape \(5,\)"
+        ValueError, match=r"bias: norm 'spectral' needs a matrix, got a parameter of shape \(5,\); .*rms"
     ):
         Scion([("bias", nn.Parameter(torch.zeros(5)))], norm="spectral")
     flat = nn.Parameter(torch.zeros(16))
@@ -77,6 +77,11 @@ def test_bad_parameters():
         Scion([flat])
     with pytest.raises(TypeError):
         Scion([matrix], differentiable=True)
+    for model in (nn.Linear(4, 4), nn.Sequential(nn.Linear(4, 4))):
+        with pytest.raises(TypeError, match=r"got the module .*auto_groups"):
+            Scion(model)
+    with pytest.raises(TypeError, match=r"model must be a torch\.nn\.Module, got generator"):
+        Scion.auto_groups(nn.Linear(4, 4).parameters())
 
 
 def test_sparse_gradient_is_refused_before_anything_changes():

@@ -14,7 +14,8 @@ from torch.autograd import forward_ad
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 
-def matrix(name: str, g: Any, fewest: int) -> None:
+def matrix(name: str, g: Any, fewest: int, instead: str = "") -> None:
+    """A dense floating tensor of at least so many dimensions; `instead` says what takes one of fewer."""
     if not isinstance(g, Tensor):
         raise TypeError(f"{name} must be a torch.Tensor, got {type(g).__name__}")
     if g.layout != torch.strided:
@@ -22,7 +23,8 @@ def matrix(name: str, g: Any, fewest: int) -> None:
     if g.dtype not in DTYPES:
         raise TypeError(f"{name} must be float64, float32, bfloat16 or float16, got {g.dtype}")
     if g.ndim < fewest:
-        raise ValueError(f"{name} must have at least {fewest} dimensions, got shape {tuple(g.shape)}")
+        wanted = f"{name} must have at least {fewest} dimensions, got shape {tuple(g.shape)}"
+        raise ValueError(f"{wanted}; {instead}" if instead else wanted)
     if not torch.compiler.is_compiling() and forward_ad.unpack_dual(g).tangent is not None:
         # torch's registration of derivatives knows backward only and would take the tangent for zero.
         raise RuntimeError(

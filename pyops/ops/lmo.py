@@ -38,6 +38,7 @@ ADAPTIVE_TOL = {"float64": 1e-10, "float32": 1e-4, "bf16x3": 1e-3, "bfloat16": 3
 FORMS = ("auto", "direct", "gram")
 NORMALIZE = ("fro", "schatten4")
 SCALES = ("rms", "rms_max", "out", "none")
+FOR_A_VECTOR = 'for a vector, such as a bias: pyops.lmo(g, norm="rms") or pyops.lmo(g, norm="euclidean")'
 # norm: (fewest dimensions, options that mean something for it, default of `normalized`)
 NORMS: dict[str, tuple[int, tuple[str, ...], bool]] = {
     "spectral": (2, ("normalized", "max", "transpose"), True),
@@ -172,7 +173,10 @@ def polar(
     >>> bool((p @ p.mT - torch.eye(2)).abs().max() < 0.02), bool(residual < 0.02)
     (True, True)
     """
-    checks.matrix("g", g, 2)
+    checks.matrix("g", g, 2, FOR_A_VECTOR)
+    if isinstance(method, str) and method in reference.FIXED_SETS:
+        instead = f"coefficients=pyops.polar_coefficients({method!r})"
+        raise ValueError(f"method={method!r} is a list of coefficients: give {instead} instead of it")
     checks.one_of("method", method, (*STEPS_DEFAULT, "svd"))
     if rcond is not None and method != "svd":
         raise ValueError(f'rcond needs method="svd", got rcond={rcond} with method={method!r}')
@@ -252,7 +256,7 @@ def spectral_lmo(
     tensor([[-2., -0.],
             [-0., -2.]])
     """
-    checks.matrix("g", g, 2)
+    checks.matrix("g", g, 2, FOR_A_VECTOR)
     checks.one_of("scale", scale, SCALES)
     radius = checks.nonnegative("radius", radius)
     d_out, d_in = g.shape[-2], max(g.shape[-1], 1)
@@ -323,7 +327,8 @@ def lmo(
     """
     checks.one_of("norm", norm, NORMS)
     fewest, options, normalized_default = NORMS[norm]
-    checks.matrix("g", g, fewest)
+    others = [repr(name) for name, (least, *_) in NORMS.items() if least < fewest]
+    checks.matrix("g", g, fewest, f"norms that take fewer: {', '.join(others)}")
     radius = checks.nonnegative("radius", radius)
     given = {"normalized": (normalized, None), "max": (max, False), "transpose": (transpose, False)}
     for name, (value, default) in given.items():

@@ -75,6 +75,7 @@ def groups(
         Groups with named parameters and a ``name``.
 
     Raises:
+        TypeError: for a model that is none.
         ValueError: for uncovered parameters, naming them, and for a layer or pattern that is not in the
             model.
 
@@ -87,6 +88,8 @@ def groups(
     gain rms ['2.weight']
     output sign ['3.weight']
     """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
     vector = hidden if vector is None else vector
     radii = {"hidden": hidden, "output": output, "input": input, "vector": vector, "gain": vector}
     owners = _owners(model)

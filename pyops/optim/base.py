@@ -139,6 +139,11 @@ class LmoOptimizer(Optimizer):
     """
 
     def __init__(self, params: Iterable, defaults: dict[str, Any]):
+        if isinstance(params, torch.nn.Module):
+            raise TypeError(
+                f"params must be parameters or groups of them, got the module {type(params).__name__}; "
+                "pyops.optim.Scion.auto_groups(model) makes groups of it"
+            )
         super().__init__(params, defaults)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -160,7 +165,8 @@ class LmoOptimizer(Optimizer):
         unknown = sorted(group.keys() - self.defaults.keys() - EXTRA_KEYS)
         if unknown:
             raise ValueError(
-                f"{unknown[0]} is not a setting of {type(self).__name__}, got {group[unknown[0]]!r}"
+                f"{unknown[0]} is not a setting of {type(self).__name__}, got {group[unknown[0]]!r}; "
+                f"its settings are {', '.join(sorted(self.defaults))}"
             )
         if not isinstance(group["params"], Tensor | set):
             group["params"] = list(group["params"])

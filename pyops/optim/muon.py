@@ -121,8 +121,9 @@ class Muon(LmoOptimizer):
 
     def _blocks(self, group: dict[str, Any], shape: torch.Size) -> tuple[Block, ...]:
         if len(shape) != 2 and not (group["flatten"] and len(shape) > 2):
-            hint = "" if len(shape) < 2 else ": flatten=True takes it as [rows, rest]"
-            raise ValueError(f"Muon needs matrices, got a parameter of shape {tuple(shape)}{hint}")
+            vector = "pyops.optim.Scion takes vectors too, torch.optim.AdamW is the usual choice for them"
+            hint = vector if len(shape) < 2 else "flatten=True takes it as [rows, rest]"
+            raise ValueError(f"Muon needs matrices, got a parameter of shape {tuple(shape)}: {hint}")
         split = group["split_sizes"], group["num_heads"], group["split_dim"]
         return _cut(shape, *split, group["adjust_lr_fn"] or "original")
 

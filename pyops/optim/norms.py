@@ -89,7 +89,10 @@ def cut(
         direction = "sign" if norm == "max" else "euclidean"
         return (Block("matrix" if len(shape) == 2 else "vector", None, None, direction, factor),)
     if len(shape) < 2:
-        raise ValueError(f"norm {norm!r} needs a matrix, got a parameter of shape {tuple(shape)}")
+        raise ValueError(
+            f"norm {norm!r} needs a matrix, got a parameter of shape {tuple(shape)}; norms for vectors: "
+            f"{', '.join(VECTOR_NORMS)}; 'auto' takes rms"
+        )
     if norm in ("spectral_conv", "spectral_conv_tap") and len(shape) == 2:
         norm = "spectral"
     layout = {"spectral": "matrix", "spectral_conv_tap": "tap"}.get(
