@@ -33,6 +33,8 @@ __all__ = [
     "which",
 ]
 
+__version__ = "0.1.0"  # and in pyproject.toml
+
 
 def __getattr__(name: str) -> Any:
     if name in ("compat", "nn", "optim", "papers"):

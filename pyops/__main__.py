@@ -9,6 +9,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pyops
+
 INTERRUPTED = 130
 CHECKOUT = Path(__file__).resolve().parent.parent
 
@@ -76,6 +78,9 @@ def reproduce(names: list[str], quick: bool, out: str | None) -> int:
 def main(arguments: list[str] | None = None) -> int:
     """Entry point; returns the exit code."""
     parser = argparse.ArgumentParser(prog="python -m pyops", description="Compiled kernels for PyTorch.")
+    parser.add_argument(
+        "--version", action="version", version=f"pyops {pyops.__version__}", help="print the version and stop"
+    )
     commands = parser.add_subparsers(dest="command", required=True)
     info_parser = commands.add_parser(
         "info", help="versions, instruction sets, and which backend serves each op"

@@ -82,9 +82,11 @@ def info() -> dict[str, Any]:
         A dict of plain values (it can be written as JSON) with the keys ``versions``, ``build`` (None without
         the compiled library), ``cpu``, ``gpu`` and ``ops``.
     """
+    from pyops import __version__
+
     built = _library.load()
     versions = {
-        "pyops": _version("pyops-kernels"),
+        "pyops": __version__,
         "python": platform.python_version(),
         **{name: _version(name) for name in ("torch", "triton", "numpy")},
         "cupy": _cupy_version(),

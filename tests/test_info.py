@@ -2,13 +2,16 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
 
-from pyops import _library
+import pyops
+from pyops import _info, _library
 
 needs_library = pytest.mark.skipif(not _library.load(), reason="the compiled library is not built")
 
@@ -84,6 +87,14 @@ def test_unknown_choice(arguments, choices):
     result = run("-m", "pyops", *arguments)
     assert result.returncode == 2
     assert all(choice in result.stderr for choice in choices)
+
+
+def test_version_is_the_packages():
+    result = run("-m", "pyops", "--version")
+    assert result.stdout == f"pyops {pyops.__version__}\n"
+    project = (Path(__file__).parent.parent / "pyproject.toml").read_text()
+    assert re.search(r'^version = "(.*)"$', project, re.MULTILINE)[1] == pyops.__version__
+    assert _info.info()["versions"]["pyops"] == pyops.__version__
 
 
 def test_reproduce_lists_papers():
