@@ -35,9 +35,6 @@ def operators() -> list[str]:
 
 def gather(ops: list[str], device: str, scale: str, pattern: str = "") -> list[Case]:
     """The cases of these ops whose name contains pattern."""
-    unknown = sorted(set(ops) - set(operators()))
-    if unknown:
-        raise SystemExit(f"bench: --op must be one of {', '.join(operators())}, got {', '.join(unknown)}")
     cases = [case for op in ops for case in importlib.import_module(f"bench.bench_{op}").cases(device, scale)]
     return [case for case in cases if pattern in case.name]
 
@@ -121,18 +118,27 @@ def child(options: argparse.Namespace) -> int:
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="python -m pyops bench", description=__doc__.split("\n\n")[0])
-    parser.add_argument("--op", action="append", help="only this op (may be repeated); default all")
+    parser = argparse.ArgumentParser(prog="python -m pyops bench", description=__doc__.split("\n\n")[1])
+    parser.add_argument(
+        "--op", action="append", choices=operators(), help="only this op (may be repeated); default all"
+    )
     parser.add_argument("--case", default="", help="only cases whose name contains this text")
     for scale, what in (
         ("quick", "fewer rounds and cases"),
         ("tiny", "toy shapes: tests the harness, not the ops"),
     ):
         parser.add_argument(f"--{scale}", dest="scale", action="store_const", const=scale, help=what)
-    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
-    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument(
+        "--device", choices=("cpu", "cuda"), default="cpu", help="where to measure (default: %(default)s)"
+    )
+    parser.add_argument("--threads", type=int, default=2, help="CPU threads (default: %(default)s)")
     parser.add_argument("--rounds", type=int, help="paired rounds per case (default: the case's own)")
-    parser.add_argument("--out", type=Path, default=HERE / "out", help="folder of bench.json and bench.html")
+    parser.add_argument(
+        "--out",
+        type=Path,
+        default=HERE / "out",
+        help="folder of bench.json and bench.html (default: bench/out in the checkout)",
+    )
     parser.add_argument(
         "--no-memory", dest="memory", action="store_false", help="skip the memory measurement"
     )
@@ -153,6 +159,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     if options.device == "cuda" and not torch.cuda.is_available():
         parser.error("--device cuda: this torch sees no CUDA device")
     options.op = options.op or operators()
+    options.out = options.out.resolve()
     return options
 
 
@@ -185,11 +192,13 @@ def main(argv: list[str] | None = None) -> int:
         print(f"bench: no case of {', '.join(options.op)} contains {options.case!r}", file=sys.stderr)
         return 2
     about = measure.machine(options.device, options.threads)
+    progress = tqdm(cases, desc="peaks of this machine", file=sys.stderr, disable=None)
     peaks = measure.measure_peaks(options.device, **peak_settings(options.scale, options.device))
     result = {"schema": 1, "scale": options.scale, "machine": about, "peaks": peaks, "cases": []}
-    progress = tqdm(cases, file=sys.stderr, disable=None)
-    for case in progress:
+    for number, case in enumerate(progress, 1):
         progress.set_description(case.name)
+        if progress.disable:  # no terminal: a line for each case
+            print(f"[{number}/{len(cases)}] {case.name}", file=sys.stderr, flush=True)
         result["cases"].append(run_case(options, case, peaks))
         report.write_json(result, options.out / "bench.json")  # what is measured survives an interruption
     report.write_atomically(options.out / "bench.html", report.page(result))

@@ -44,8 +44,7 @@ def papers() -> dict[str, Path]:
 
 def bench(arguments: list[str]) -> int:
     """Runs the benchmarks; everything after ``bench`` goes to the harness."""
-    _need("bench")
-    return _run("-m", "bench", *arguments)
+    return _run(_need("bench"), *arguments)  # by its path: the user's folder may have a bench of its own
 
 
 def demo(out: str) -> int:
@@ -96,7 +95,10 @@ def main(arguments: list[str] | None = None) -> int:
     reproduce_parser.add_argument("--all", action="store_true", help="every paper")
     reproduce_parser.add_argument("--list", action="store_true", help="print the names and stop")
     reproduce_parser.add_argument("--quick", action="store_true", help="within two minutes each")
-    reproduce_parser.add_argument("--out", help="folder for plots and JSON, one subfolder per paper")
+    reproduce_parser.add_argument(
+        "--out",
+        help="folder for plots and JSON, one subfolder per paper (default: out/reproduce in the checkout)",
+    )
     options, rest = parser.parse_known_args(arguments)
     if options.command == "bench":
         return bench(rest)

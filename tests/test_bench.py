@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 import time
@@ -319,8 +320,9 @@ def test_readme_table_goes_between_its_markers(toy, tmp_path, capsys, monkeypatc
 
 
 def test_bad_use_is_one_sentence(tmp_path, capsys):
-    with pytest.raises(SystemExit, match=r"--op must be one of .*lmo.*, got nonesuch"):
+    with pytest.raises(SystemExit, match="2"):
         harness.main(["--op", "nonesuch", "--tiny"])
+    assert re.search("--op: invalid choice: 'nonesuch' .*lmo", capsys.readouterr().err)
     assert harness.main(["--case", "nonesuch", "--tiny"]) == 2
     assert harness.main(["--markdown", "--out", str(tmp_path)]) == 2
     for arguments in (["--threads", "0"], ["--rounds", "0"]):
@@ -328,10 +330,33 @@ def test_bad_use_is_one_sentence(tmp_path, capsys):
             harness.main(arguments)
 
 
+def test_every_option_is_explained(capsys):
+    with pytest.raises(SystemExit, match="0"):
+        harness.main(["--help"])
+    shown = capsys.readouterr().out.split("options:")[1]
+    entries = re.split(r"^  (?=-)", shown, flags=re.MULTILINE)[1:]
+    assert {"--op", "--quick", "--device", "--threads", "--out"} <= {entry.split()[0] for entry in entries}
+    for entry in entries:
+        assert re.search(r"( |\n) +\S", entry), f"no help: {entry}"
+
+
+def test_the_command_line_writes_below_the_folder_it_is_called_from(tmp_path):
+    (tmp_path / "bench").mkdir()  # of the user, and nothing to do with ours
+    (tmp_path / "bench" / "__init__.py").write_text("raise ImportError('wrong folder')")
+    command = [sys.executable, "-m", "pyops", "bench", "--tiny", "--no-memory", "--rounds", "1"]
+    command += ["--op", "lmo", "--case", "direction sign", "--out", "here"]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "[1/1] direction sign" in done.stderr
+    assert {path.name for path in (tmp_path / "here").iterdir()} == {"bench.json", "bench.html"}
+    assert f"written: {tmp_path / 'here' / 'bench.json'}" in done.stdout
+
+
 def test_a_case_whose_process_dies_is_reported(toy, tmp_path, capsys):
     toy(toy_case(env={"PYOPS_CPU_ISA": "avx2"}))  # the child knows no such case
     assert run_toy(tmp_path) == 1
-    assert "failed: ours (exit status 1" in capsys.readouterr().out
+    assert "failed: ours (exit status 2" in capsys.readouterr().out
 
 
 # ---- the LMO cases

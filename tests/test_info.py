@@ -11,6 +11,7 @@ import pytest
 import torch
 
 import pyops
+from pyops import __main__ as command_line
 from pyops import _info, _library
 
 needs_library = pytest.mark.skipif(not _library.load(), reason="the compiled library is not built")
@@ -95,6 +96,14 @@ def test_version_is_the_packages():
     project = (Path(__file__).parent.parent / "pyproject.toml").read_text()
     assert re.search(r'^version = "(.*)"$', project, re.MULTILINE)[1] == pyops.__version__
     assert _info.info()["versions"]["pyops"] == pyops.__version__
+
+
+def test_reproduce_writes_below_the_folder_it_is_called_from(monkeypatch, tmp_path):
+    commands = []
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(command_line, "_run", lambda *command: commands.append(command) or 0)
+    assert command_line.main(["reproduce", "scion", "--out", "here"]) == 0
+    assert [command[1:] for command in commands] == [("--out", str(tmp_path / "here" / "scion"))]
 
 
 def test_reproduce_lists_papers():
