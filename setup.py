@@ -1,4 +1,4 @@
-"""Builds pyops/lib/libpyops.so (kernels and ops, free of Python) and pyops/_C (pybind11) with ninja.
+"""Builds pyops/lib/libpyops.so (ops, free of Python) and pyops/_C (pybind11); renames each into its place.
 
 PYOPS_CUDA=0|1 leaves CUDA out or demands it (default: built when nvcc and .cu sources are found);
 PYOPS_CUDA_ARCHS="80 90" names its targets, the last one also as PTX; CUDA_HOME and CXX name the compilers.
@@ -46,7 +46,7 @@ rule nvcc
   deps = gcc
   description = compile $out
 rule link
-  command = $cxx -shared -o $out $in $flags
+  command = $cxx -shared -o $out.new $in $flags && mv -f $out.new $out
   description = link $out
 """
 

@@ -1,5 +1,6 @@
 """What the build makes: objects true to their instruction set, installs of every kind, refusals."""
 
+import contextlib
 import os
 import re
 import shutil
@@ -133,6 +134,23 @@ def test_sources_are_found_by_name_and_built_when_they_change(toy):
     assert "toy.toy_op.o" in output
     assert "toy_cpu" not in output
     assert "info.o" not in output
+
+
+def test_a_new_library_takes_the_place_of_the_old_one_at_once(toy):
+    """A process that has the old file open keeps it, and a failed link leaves it."""
+    folder, build = toy
+    build(PYOPS_CUDA="0")
+    libraries = [*folder.glob("pyops/_C*.so"), folder / "pyops" / "lib" / "libpyops.so"]
+    before = [path.read_bytes() for path in libraries]
+    source = folder / "csrc" / "toy" / "toy_cpu.cpp"
+    source.write_text(source.read_text().replace("7", "8"))
+    with contextlib.ExitStack() as stack:
+        running = [stack.enter_context(path.open("rb")) for path in libraries]
+        _, value = build(PYOPS_CUDA="0")
+        assert value == 8
+        assert [file.read() for file in running] == before
+    assert libraries[1].read_bytes() != before[1]
+    assert {path.name for path in folder.glob("pyops/**/*.so*")} == {path.name for path in libraries}
 
 
 @pytest.mark.skipif(not NVCC.is_file(), reason=f"no nvcc at {NVCC}")
