@@ -16,10 +16,11 @@ from pyops.ops.linear_attention import linear_attention, linear_attention_step
 from pyops.ops.lmo import lmo, polar, polar_coefficients, spectral_lmo
 
 if TYPE_CHECKING:
-    from pyops import compat, nn, optim, papers
+    from pyops import compat, distributed, nn, optim, papers
 
 __all__ = [
     "compat",
+    "distributed",
     "info",
     "linear_attention",
     "linear_attention_step",
@@ -37,6 +38,6 @@ __version__ = "0.1.0"  # and in pyproject.toml
 
 
 def __getattr__(name: str) -> Any:
-    if name in ("compat", "nn", "optim", "papers"):
+    if name in ("compat", "distributed", "nn", "optim", "papers"):
         return importlib.import_module(f"pyops.{name}")
     raise AttributeError(f"module 'pyops' has no attribute {name!r}")

@@ -155,7 +155,9 @@ def split_heads(name: str, channels: float, num_heads: int) -> int:
     Raises:
         ValueError: naming what the channels come from, where they are not a positive multiple of the heads.
     """
-    if checks.count("num_heads", num_heads) == 0 or channels <= 0 or channels % num_heads:
+    if checks.count("num_heads", num_heads) == 0:
+        raise ValueError("num_heads must be at least 1, got 0")
+    if channels <= 0 or channels % num_heads:
         raise ValueError(f"{name} must give a positive multiple of {num_heads} channels, got {channels:g}")
     return int(channels) // num_heads
 

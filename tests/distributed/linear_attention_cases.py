@@ -1,0 +1,260 @@
+"""What the processes of test_linear_attention.py do: compare spread with whole sequences."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import pyops
+from pyops import distributed
+
+B, H, HV, K, V = 2, 2, 4, 3, 5
+GATES = {
+    "none": None,
+    "constant": (HV,),
+    "scalar": (HV,),
+    "shared": (H,),
+    "vector": (H, K),
+    "vectors": (HV, K),
+}
+SPLITS = {2: [(5, 8), (0, 4), (6, 0)], 4: [(3, 4, 1, 5), (4, 0, 0, 2), (0, 3, 3, 0)]}
+
+
+def problem(gate, delta, length, dtype=torch.float64, seed=0):
+    """The whole sequence and its state, the same on every rank."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def draw(*shape):
+        return torch.randn(*shape, generator=generator, dtype=torch.float64)
+
+    size = GATES[gate]
+    lead = () if gate == "constant" else (B, length)
+    tensors = {
+        "q": draw(B, length, H, K),
+        "k": nn.functional.normalize(draw(B, length, H, K), dim=-1),
+        "v": draw(B, length, HV, V),
+        "g": None if size is None else nn.functional.logsigmoid(draw(*lead, *size) + 1),
+        "beta": draw(B, length, HV).sigmoid() if delta else None,
+        "initial_state": draw(B, HV, K, V),
+    }
+    return {name: None if t is None else t.to(dtype) for name, t in tensors.items()}
+
+
+def leaves(tensors):
+    return {name: None if t is None else t.clone().requires_grad_() for name, t in tensors.items()}
+
+
+def mine(tensors, lengths, rank):
+    """This rank's tokens."""
+    start = sum(lengths[:rank])
+    part = slice(start, start + lengths[rank])
+    return {
+        name: t if t is None or t.ndim == 1 or name == "initial_state" else t[:, part]
+        for name, t in tensors.items()
+    }
+
+
+def error(found, wanted):
+    return ((found.double() - wanted.double()).norm() / (wanted.double().norm() + 1e-12)).item()
+
+
+def near(found, wanted, gate, what):
+    assert found.shape == wanted.shape and found.dtype == wanted.dtype, what
+    assert error(found, wanted) < gate, f"{what}: {error(found, wanted):.3g}"
+
+
+def compare(tensors, lengths, rank, group=None, gate=1e-12, with_state=True, **kwargs):
+    """Results and gradients, every rank with its own weight on the final state."""
+    ranks = len(lengths)
+    if not with_state:
+        tensors = {**tensors, "initial_state": None}
+    whole = leaves(tensors)
+    o, final = pyops.linear_attention(**whole, output_final_state=True, **kwargs)
+    generator = torch.Generator().manual_seed(1)
+    weight = torch.randn(o.shape, generator=generator, dtype=torch.float64)
+    on_state = torch.randn(ranks, *final.shape, generator=generator, dtype=torch.float64)
+    ((weight * o).sum() + (on_state.sum(0) * final).sum()).backward()
+
+    parts = leaves(mine(tensors, lengths, rank))
+    if rank > 0 and with_state:
+        parts["initial_state"] = None
+    o_part, final_part = distributed.linear_attention(**parts, output_final_state=True, group=group, **kwargs)
+    near(o_part, mine({"o": o}, lengths, rank)["o"], gate, "o")
+    near(final_part, final, gate, "final state")
+    (
+        (mine({"w": weight}, lengths, rank)["w"] * o_part).sum() + (on_state[rank] * final_part).sum()
+    ).backward()
+    for name, t in parts.items():
+        if t is None:
+            continue
+        wanted, found = whole[name].grad, t.grad
+        if t.ndim == 1:  # a constant g: every rank has its share
+            dist.all_reduce(found, group=group)
+        elif name != "initial_state":
+            wanted = mine({name: wanted}, lengths, rank)[name]
+        near(found, wanted, gate, f"gradient of {name}")
+
+
+def forms(rank, world):
+    for gate in GATES:
+        for delta in (False, True):
+            for lengths in SPLITS[world]:
+                compare(problem(gate, delta, sum(lengths)), lengths, rank)
+
+
+def options(rank, world):
+    lengths = SPLITS[world][0]
+    tensors = problem("scalar", False, sum(lengths))
+    compare(tensors, lengths, rank, with_state=False)
+    compare(tensors, lengths, rank, scale=-0.3, chunk_size=16)
+    whole, _ = pyops.linear_attention(**tensors)
+    o, final = distributed.linear_attention(**mine(tensors, lengths, rank))
+    assert final is None and not o.requires_grad
+    near(o, mine({"o": whole}, lengths, rank)["o"], 1e-12, "o")
+    for state in (tensors["initial_state"].float(), tensors["initial_state"].bfloat16()):
+        compare(
+            {**tensors, "initial_state": state},
+            lengths,
+            rank,
+            gate=5e-3 if state.dtype != torch.float32 else 1e-6,
+        )
+
+
+def dtypes(rank, world):
+    lengths = (40,) * world
+    for dtype, gate in ((torch.float32, 3e-6), (torch.bfloat16, 2e-2)):
+        for form in ("vector", "scalar"):
+            for delta in (False, True):
+                compare(problem(form, delta, sum(lengths), dtype), lengths, rank, gate=gate)
+
+
+def many_blocks(rank, world):
+    """More tokens than one product takes, and decays that underflow."""
+    lengths = (700,) * world
+    tensors = problem("vector", False, sum(lengths))
+    compare(tensors, lengths, rank)
+    compare({**tensors, "g": tensors["g"] * 0.01}, lengths, rank)
+
+
+def resets(rank, world):
+    """-inf on either side of a border drops what was before it, NaN included."""
+    lengths = (6,) * world
+    for gate in ("scalar", "vector"):
+        for at in (5, 6, 8):
+            tensors = problem(gate, False, sum(lengths))
+            tensors["g"][:, at] = -math.inf
+            compare(tensors, lengths, rank)
+            tensors["k"][:, at - 1] = tensors["v"][:, at - 1] = math.nan
+            parts = mine(tensors, lengths, rank)
+            o, final = distributed.linear_attention(**parts, output_final_state=True)
+            after = max(0, at - 6 * rank)
+            assert o[:, after:].isfinite().all() and final.isfinite().all(), (gate, at)
+
+
+def through_the_state_alone(rank, world):
+    lengths = SPLITS[world][0]
+    for delta in (False, True):
+        tensors = problem("scalar", delta, sum(lengths))
+        whole, parts = leaves(tensors), leaves(mine(tensors, lengths, rank))
+        pyops.linear_attention(**whole, output_final_state=True)[1].square().sum().backward()
+        distributed.linear_attention(**parts, output_final_state=True)[1].square().sum().div(world).backward()
+        for name in ("k", "v", "g"):
+            wanted = mine({name: whole[name].grad}, lengths, rank)[name]
+            near(parts[name].grad, wanted, 1e-12, f"gradient of {name}")
+
+
+def segments(rank, world):
+    """Truncated backpropagation: the final state of one call starts the next."""
+    lengths = (4,) * world
+    first, second = (problem("scalar", True, sum(lengths), seed=seed) for seed in (3, 4))
+    state = wanted = first["initial_state"]
+    for tensors in (first, second):
+        wanted_o, wanted = pyops.linear_attention(
+            **{**tensors, "initial_state": wanted}, output_final_state=True
+        )
+        parts = mine({**tensors, "initial_state": state}, lengths, rank)
+        o, state = distributed.linear_attention(**parts, output_final_state=True)
+        near(o, mine({"o": wanted_o}, lengths, rank)["o"], 1e-12, "o")
+    near(state, wanted, 1e-12, "final state")
+
+
+def autocast(rank, world):
+    """Changes nothing: the op chooses its precision."""
+    lengths = (5,) * world
+    tensors = mine(problem("scalar", False, sum(lengths), torch.float32), lengths, rank)
+    plain = distributed.linear_attention(**tensors)[0]
+    with torch.autocast("cpu", torch.bfloat16):
+        assert torch.equal(distributed.linear_attention(**tensors)[0], plain)
+
+
+def all_ranks_work_at_once(rank, world):
+    """Without beta nothing is sent from rank to rank; with beta one state each way."""
+    sent = []
+    send, dist.send = dist.send, lambda *args, **kwargs: (sent.append(1), send(*args, **kwargs))
+    try:
+        counts = []
+        for delta in (False, True):
+            lengths = (3,) * world
+            compare(problem("scalar", delta, sum(lengths)), lengths, rank)
+            counts.append(len(sent))
+    finally:
+        dist.send = send
+    return counts
+
+
+def inside_a_compiled_module(rank, world):
+    """A graph break, not an error."""
+    lengths = (3,) * world
+    tensors = mine(problem("scalar", False, sum(lengths)), lengths, rank)
+
+    @torch.compile(backend="eager")
+    def call(q, **rest):
+        return distributed.linear_attention(q + 0, **rest)[0]
+
+    assert torch.equal(call(**tensors), distributed.linear_attention(**tensors)[0])
+
+
+def refusals(rank, world):
+    lengths = (3,) * world
+    tensors = leaves(mine(problem("scalar", False, sum(lengths)), lengths, rank))
+    bad = [
+        ({"g": tensors["g"][:, :2]}, ValueError, "g must be"),
+        ({"v": tensors["v"].float()}, TypeError, "v must have the dtype of q"),
+        ({"scale": math.inf}, ValueError, "scale must be finite"),
+        ({"chunk_size": 3}, ValueError, "chunk_size must be a power of two"),
+    ]
+    for change, kind, message in bad:
+        try:
+            distributed.linear_attention(**{**tensors, **change})
+        except kind as found:
+            assert message in str(found)
+        else:
+            raise AssertionError(f"no error for {list(change)}")
+    o, _ = distributed.linear_attention(**tensors)
+    (grad,) = torch.autograd.grad(o.square().sum(), tensors["q"], create_graph=True)
+    try:
+        grad.sum().backward()
+    except RuntimeError as found:
+        assert "once_differentiable" in str(found)
+    else:
+        raise AssertionError("a second derivative came out")
+
+
+def groups(rank, world):
+    """Two groups at once, and a process outside one; four processes."""
+    pairs = [dist.new_group([0, 1]), dist.new_group([3, 2])]
+    group = pairs[rank // 2]
+    position = dist.get_rank(group)
+    for delta in (False, True):
+        compare(problem("vector", delta, 9, seed=rank // 2), (4, 5), position, group=group)
+    try:
+        distributed.linear_attention(*(torch.zeros(1, 1, 1, 1) for _ in range(3)), group=pairs[1 - rank // 2])
+    except ValueError as found:
+        assert "group must contain this process" in str(found)
+    else:
+        raise AssertionError("a group without this process was accepted")
+    alone = [dist.new_group([r]) for r in range(world)][rank]
+    compare(problem("scalar", True, 7), (7,), 0, group=alone)

@@ -1,0 +1,29 @@
+"""pyops.distributed.linear_attention on gloo processes."""
+
+import pytest
+
+from distributed import spawn
+
+MODULE = "distributed.linear_attention_cases"
+CASES = [
+    "forms", "options", "dtypes", "many_blocks", "resets", "through_the_state_alone", "segments", "autocast",
+    "all_ranks_work_at_once", "inside_a_compiled_module", "refusals",
+]  # fmt: skip
+
+
+def check(results, ranks):
+    for case, found in results.items():
+        for rank, result in enumerate(found):
+            assert not isinstance(result, str), f"{case}, rank {rank}: {result}"
+    # One state forward and one gradient backward, over each border.
+    counts = [[0, (rank < ranks - 1) + (rank > 0)] for rank in range(ranks)]
+    assert results["all_ranks_work_at_once"] == counts
+
+
+def test_two_processes(tmp_path):
+    check(spawn.run(MODULE, CASES, 2, tmp_path), 2)
+
+
+@pytest.mark.slow
+def test_four_processes(tmp_path):
+    check(spawn.run(MODULE, [*CASES, "groups"], 4, tmp_path), 4)
