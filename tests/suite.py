@@ -57,7 +57,8 @@ class Case:
         make: inputs from shapes and dtype.
         batched: whether entries of the first dimension are independent; decides the checks of vmap, of NaN
             containment and of independence from the batch.
-        hides_inf: whether an infinite input may have a finite result, as under sign.
+        hides: whether output j may stay finite where input i holds a value (i, j, value), as sign(inf) does.
+        result_dtypes: of the outputs for inputs made in a dtype; default that dtype for all.
         differentiable: whether gradients are checked.
         second: what a second derivative does: ``"works"`` or ``"raises"``.
         gradient_gate: as ``gate``, for gradients; default ten times ``gate``.
@@ -74,7 +75,8 @@ class Case:
     dtypes: Sequence[torch.dtype] = ALL_DTYPES
     make: Callable[..., tuple[Tensor, ...]] = normal
     batched: bool = True
-    hides_inf: bool = False
+    hides: Callable[[int, int, float], bool] = lambda i, j, value: False
+    result_dtypes: Callable[[torch.dtype], Sequence[torch.dtype]] | None = None
     differentiable: bool = True
     second: str = "raises"
     gradient_gate: Callable[[torch.dtype], float] | None = None
@@ -85,6 +87,10 @@ class Case:
 
     def inputs(self, dtype=torch.float64):
         return self.make(self.small, dtype)
+
+    def dtypes_of(self, results: Sequence[Tensor], dtype: torch.dtype) -> Sequence[torch.dtype]:
+        """What results must have for inputs made in a dtype."""
+        return self.result_dtypes(dtype) if self.result_dtypes else [dtype] * len(results)
 
 
 @dataclass(frozen=True)
@@ -141,15 +147,16 @@ def assert_same_bits(a: Tensor | tuple[Tensor, ...], b: Tensor | tuple[Tensor, .
 
 
 def check_accuracy(case: Case, dtype: torch.dtype) -> None:
-    """Within the gate of the float64 oracle on the rounded inputs, in the inputs' dtype, inputs untouched."""
+    """Within the gate of the float64 oracle on the rounded inputs, in the right dtype, inputs untouched."""
     tensors = case.make(case.shapes, dtype)
     before = [t.clone() for t in tensors]
     results = outputs(case.call(*tensors))
     assert_same_bits(tuple(tensors), tuple(before), "inputs were written to")
     assert all(t._version == 0 for t in tensors), "inputs were marked as written to"
     references = outputs(case.oracle(*(t.double() for t in tensors)))
-    for result, reference in zip(results, references, strict=True):
-        assert result.dtype == dtype, f"result in {result.dtype} for inputs in {dtype}"
+    wanted_dtypes = case.dtypes_of(results, dtype)
+    for result, reference, wanted_dtype in zip(results, references, wanted_dtypes, strict=True):
+        assert result.dtype == wanted_dtype, f"result in {result.dtype} for inputs in {dtype}"
         pairs = zip(result, reference, strict=True) if case.batched else [(result, reference)]
         for one, wanted in pairs:
             assert_close(one, wanted, case.gate(dtype))
@@ -158,9 +165,10 @@ def check_accuracy(case: Case, dtype: torch.dtype) -> None:
 def check_edge(case: Case, shapes: Sequence[tuple[int, ...]], dtype: torch.dtype) -> None:
     """Sizes of zero: an empty result of the right shape and dtype. Sizes of one: as any other size."""
     tensors = case.make(shapes, dtype)
-    reference = outputs(case.oracle(*(t.double() for t in tensors)))
-    for result, wanted in zip(outputs(case.call(*tensors)), reference, strict=True):
-        assert result.shape == wanted.shape and result.dtype == dtype
+    references = outputs(case.oracle(*(t.double() for t in tensors)))
+    results = outputs(case.call(*tensors))
+    for result, wanted, wanted_dtype in zip(results, references, case.dtypes_of(results, dtype), strict=True):
+        assert result.shape == wanted.shape and result.dtype == wanted_dtype
         if wanted.numel() > 0:
             assert_close(result, wanted, case.gate(dtype))
 
@@ -208,7 +216,7 @@ def check_huge(case: Case, dtype: torch.dtype, folder: Path) -> None:
             path = folder / f"{name}{i}"
             with path.open("wb") as file:
                 file.truncate(span * t.element_size())
-            memory = torch.from_file(str(path), shared=True, size=span, dtype=dtype)
+            memory = torch.from_file(str(path), shared=True, size=span, dtype=t.dtype)
             views.append(memory.as_strided(t.shape, strides, offset).copy_(t))
         assert_same_bits(case.call(*views), wanted, f"huge {name}")
 
@@ -233,11 +241,11 @@ def check_nan(case: Case, dtype: torch.dtype) -> None:
         for value in (float("nan"), float("inf"), float("-inf")):
             tensors = tuple(t.clone() for t in clean)
             tensors[i][1].view(-1)[-1] = value
-            for result, good in zip(outputs(case.call(*tensors)), wanted, strict=True):
-                others = [j for j in range(len(good)) if j != 1]
+            for j, (result, good) in enumerate(zip(outputs(case.call(*tensors)), wanted, strict=True)):
+                others = [n for n in range(len(good)) if n != 1]
                 assert_same_bits(result[others], good[others], f"{value} in its neighbour")
-                visible = value != value or not case.hides_inf
-                assert not (visible and result[1].isfinite().all()), f"{value} is hidden by the result"
+                hidden = result[1].isfinite().all() and not case.hides(i, j, value)
+                assert not hidden, f"{value} is hidden by the result"
 
 
 def check_gradcheck(case: Case) -> None:
@@ -247,7 +255,7 @@ def check_gradcheck(case: Case) -> None:
 
 def gradients(case: Case, dtype: torch.dtype, call: Callable) -> tuple[Tensor, ...]:
     torch.manual_seed(1)
-    tensors = tuple(t.to(dtype).requires_grad_() for t in case.inputs(torch.bfloat16))
+    tensors = tuple(t.to(torch.bfloat16).to(dtype).requires_grad_() for t in case.inputs(torch.bfloat16))
     results = outputs(call(*tensors))
     weights = [torch.randn(r.shape, dtype=torch.float64).to(torch.bfloat16).to(r.dtype) for r in results]
     return torch.autograd.grad(results, tensors, weights)

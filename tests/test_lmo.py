@@ -218,6 +218,11 @@ def unit(x, dims):
     return x / torch.where(norm > 0, norm, 1.0)
 
 
+def hides_inf(i, j, value):
+    """The sign of an infinite entry is finite."""
+    return math.isinf(value)
+
+
 def direction_case(name, norm, factor, formula, shape=(3, 40, 70), **changes):
     options = {"norm": name, "radius": 2.0} | changes.pop("options", {})
     return Case(
@@ -241,9 +246,9 @@ DIRECTIONS = [
     direction_case("euclidean", "euclidean", lambda x: 1.0, lambda x: unit(x, (-2, -1))),
     direction_case("rms", "row", lambda x: math.sqrt(x.shape[-1]), lambda x: unit(x, -1)),
     direction_case(
-        "sign", "sign", lambda x: 1 / (x.shape[-1] or 1), torch.sign, differentiable=False, hides_inf=True
+        "sign", "sign", lambda x: 1 / (x.shape[-1] or 1), torch.sign, differentiable=False, hides=hides_inf
     ),
-    direction_case("max", "sign", lambda x: 1.0, torch.sign, differentiable=False, hides_inf=True),
+    direction_case("max", "sign", lambda x: 1.0, torch.sign, differentiable=False, hides=hides_inf),
 ]
 
 LMO_ERRORS = [

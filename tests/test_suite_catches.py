@@ -4,6 +4,7 @@ The healthy toy is y = x / (1 + |x|^2) per matrix of a batch.
 """
 
 import dataclasses
+import math
 import os
 
 import pytest
@@ -231,6 +232,11 @@ FAULTS = [
     ("accuracy", "inputs were written to", toy("mutates", mutates)),
     ("accuracy", "inputs were written to", toy("writes_through_pointer", writes_through_pointer)),
     ("accuracy64", "result in torch.float32", toy("wrong_dtype", wrong_dtype)),
+    (
+        "accuracy",
+        "result in torch.float32",
+        toy("narrow_result", result_dtypes=lambda dtype: [torch.float64]),
+    ),
     ("empty", "numel", toy("fails_on_empty", fails_on_empty)),
     ("one", "relative error", toy("wrong_at_one", wrong_at_one)),
     ("layouts", "transposed", toy("ignores_strides", ignores_strides)),
@@ -242,6 +248,11 @@ FAULTS = [
     ("deterministic", "a problem alone", toy("varies_by_batch", varies_by_batch)),
     ("nan", "nan in its neighbour", toy("leaks_nan", leaks_nan)),
     ("nan", "is hidden by the result", toy("hides_nan", hides_nan)),
+    (
+        "nan",
+        "nan is hidden by the result",
+        toy("hides_more", hides_nan, hides=lambda i, j, value: math.isinf(value)),
+    ),
     ("gradcheck", "Jacobian mismatch", toy("wrong_gradient", gradient=wrong_gradient)),
     ("gradients", "gradient error", toy("low_gradient", gradient=low_gradient)),
     ("second", "Jacobian mismatch", toy("wrong_second", gradient=wrong_second)),

@@ -194,12 +194,15 @@ def linear_attention_step(
 # Argument checks
 
 
-def _check_like(name: str, t: Any, q: Tensor, ndims: tuple[int, ...], shape: str) -> None:
+def _check_tensor(name: str, t: Any, q: Tensor) -> None:
     checks.matrix(name, t, 0)
-    if t.ndim not in ndims:
-        raise ValueError(f"{name} must be {shape}, got shape {tuple(t.shape)}")
     if t.device != q.device:
         raise ValueError(f"{name} must be on the device of q, {q.device}, got {t.device}")
+
+
+def _check_ndim(name: str, t: Tensor, ndims: tuple[int, ...], shape: str) -> None:
+    if t.ndim not in ndims:
+        raise ValueError(f"{name} must be {shape}, got shape {tuple(t.shape)}")
 
 
 def _check_tokens(q: Any, k: Any, v: Any, layout: str) -> None:
@@ -207,10 +210,9 @@ def _check_tokens(q: Any, k: Any, v: Any, layout: str) -> None:
     ndim = layout.count(",") + 1
     of_q, of_v = layout.format("H", "K"), layout.format("HV", "V")
     checks.matrix("q", q, 0)
-    _check_like("q", q, q, (ndim,), of_q)
-    _check_like("k", k, q, (ndim,), of_q)
-    _check_like("v", v, q, (ndim,), of_v)
-    for name, t in (("k", k), ("v", v)):
+    for name, t, shape in (("q", q, of_q), ("k", k, of_q), ("v", v, of_v)):
+        _check_tensor(name, t, q)
+        _check_ndim(name, t, (ndim,), shape)
         if t.dtype != q.dtype:
             raise TypeError(f"{name} must have the dtype of q, {q.dtype}, got {t.dtype}")
     if k.shape != q.shape:
@@ -230,7 +232,8 @@ def _check_per_head(name: str, t: Any, q: Tensor, v: Tensor) -> None:
     if t is None:
         return
     wanted = ", ".join("BT"[: q.ndim - 2])
-    _check_like(name, t, q, (q.ndim - 1,), f"[{wanted}, H] or [{wanted}, HV]")
+    _check_tensor(name, t, q)
+    _check_ndim(name, t, (q.ndim - 1,), f"[{wanted}, H] or [{wanted}, HV]")
     if t.shape[:-1] != q.shape[:-2] or t.shape[-1] not in (q.shape[-2], v.shape[-2]):
         raise ValueError(
             f"{name} must be {(*q.shape[:-2], v.shape[-2])} or {(*q.shape[:-1],)}, got shape {tuple(t.shape)}"
@@ -242,7 +245,8 @@ def _gate(g: Any, q: Tensor, v: Tensor) -> Tensor | None:
     if g is None:
         return None
     wanted = ", ".join("BT"[: q.ndim - 2])
-    _check_like("g", g, q, (1, q.ndim - 1, q.ndim), f"[H], [{wanted}, H] or [{wanted}, H, K], or HV for H")
+    _check_tensor("g", g, q)
+    _check_ndim("g", g, (1, q.ndim - 1, q.ndim), f"[H], [{wanted}, H] or [{wanted}, H, K], or HV for H")
     if g.ndim == q.ndim:
         if g.shape[-1] != q.shape[-1]:
             raise ValueError(f"g must have K = {q.shape[-1]} decays per head, got shape {tuple(g.shape)}")
@@ -259,7 +263,7 @@ def _gate(g: Any, q: Tensor, v: Tensor) -> Tensor | None:
 
 
 def _check_state(name: str, state: Any, shape: tuple[int, ...], q: Tensor) -> Tensor:
-    _check_like(name, state, q, (len(shape),), str(shape))
+    _check_tensor(name, state, q)
     if tuple(state.shape) != shape:
         raise ValueError(f"{name} must be {shape}, got shape {tuple(state.shape)}")
     return state

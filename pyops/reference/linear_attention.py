@@ -220,7 +220,8 @@ class _Problem:
         if initial_state is None:
             self.initial_state = torch.zeros(shape, dtype=self.dtype, device=q.device)
         else:
-            self.initial_state = initial_state.to(self.dtype)
+            # A copy, since products of an unaligned view round in another order.
+            self.initial_state = initial_state.clone(memory_format=torch.contiguous_format).to(self.dtype)
 
     def states(self, states: Tensor) -> Iterator[tuple[tuple[slice, int, int], Tensor]]:
         """Each sequence with the states [problems, K, V] of it, a view where states is contiguous."""

@@ -1,0 +1,176 @@
+"""The decode step: one token of the recurrence, with the state in place on request."""
+
+import linear_attention_oracle as oracle
+import pytest
+import torch
+from linear_attention_oracle import BF16, F32, F64, FORM, FORMS
+from suite import ALL_DTYPES, assert_close, assert_same_bits, layouts
+
+import pyops
+
+forms = pytest.mark.parametrize("form", FORMS, ids=lambda f: f.name)
+dtypes = pytest.mark.parametrize("dtype", ALL_DTYPES, ids=lambda d: str(d).removeprefix("torch."))
+SIZES = {"batch": 3, "length": 1, "heads": 2, "key_dim": 20, "values": 4, "value_dim": 12}
+
+
+def token(form, dtype, **options):
+    """(inputs of a step, its state, (o, state) as the recurrence has them)."""
+    tensors = oracle.inputs(form, dtype, **SIZES | options, gate_heads=2, beta_heads=4)
+    wanted = oracle.exact(tensors)
+    state = tensors.pop("initial_state")
+    return {name: t[:, 0] for name, t in tensors.items()}, state, (wanted[0][:, 0], wanted[1])
+
+
+@pytest.mark.parametrize("inplace", [False, True], ids=["new state", "in place"])
+@dtypes
+@forms
+def test_step_accuracy(form, dtype, inplace, poison):
+    tensors, state, wanted = token(form, dtype)
+    before, inputs = state.clone(), [t.clone() for t in tensors.values()]
+    o, after = pyops.linear_attention_step(**tensors, state=state, inplace=inplace)
+    assert o.dtype == dtype and after.dtype == (F64 if dtype == F64 else F32)
+    for result, reference in zip((o, after), wanted, strict=True):
+        oracle.assert_within(result, reference, oracle.gate(form, dtype), f"{form.name} step")
+    assert (after is state) == inplace
+    if not inplace:
+        assert_same_bits(state, before, "the state was written to")
+    assert_same_bits(tuple(tensors.values()), tuple(inputs), "inputs were written to")
+
+
+@pytest.mark.parametrize(("key_dim", "value_dim"), [(1, 1), (3, 60), (100, 7), (128, 128), (96, 33)])
+@forms
+def test_step_sizes(form, key_dim, value_dim):
+    for dtype in (F32, BF16):
+        tensors, state, wanted = token(form, dtype, key_dim=key_dim, value_dim=value_dim)
+        found = pyops.linear_attention_step(**tensors, state=state, inplace=True)
+        for result, reference in zip(found, wanted, strict=True):
+            oracle.assert_within(result, reference, oracle.gate(form, dtype), f"{form.name} step")
+
+
+def whole(view):
+    """All memory of a view, between its elements too."""
+    return torch.empty(0, dtype=view.dtype).set_(view.untyped_storage())
+
+
+@dtypes
+@forms
+def test_step_layouts(form, dtype):
+    """The same bits whatever the strides, also of the state that is written; memory between stays."""
+    tensors, state, _ = token(form, dtype)
+    kept = state.clone()
+    o, after = pyops.linear_attention_step(**tensors, state=state, inplace=True)
+    for name in layouts(kept):
+        views = {key: layouts(t)[name] for key, t in tensors.items()}
+        memory = layouts(kept)[name]
+        around = whole(memory).clone()
+        result, _ = pyops.linear_attention_step(**views, state=memory, inplace=True)
+        assert_same_bits((result, memory), (o, after), name)
+        memory.copy_(kept)
+        assert_same_bits(whole(memory), around, f"{name}: memory around the state")
+
+
+@forms
+def test_step_reset(form):
+    """g = -inf drops the state, NaN included."""
+    if form.gate is None:
+        return
+    tensors, state, _ = token(form, F32)
+    tensors["g"].fill_(-torch.inf)
+    wanted = pyops.linear_attention_step(**tensors, state=torch.zeros_like(state))
+    for inplace in (False, True):
+        found = pyops.linear_attention_step(
+            **tensors, state=torch.full_like(state, torch.nan), inplace=inplace
+        )
+        for result, reference in zip(found, wanted, strict=True):
+            assert_close(result, reference, oracle.gate(form, F32))
+
+
+@forms
+def test_step_contained(form):
+    """NaN in one entry of the batch stays there."""
+    clean, state, _ = token(form, F32)
+    good_o, good_state = pyops.linear_attention_step(**clean, state=state)
+    for name in (*clean, "state"):
+        tensors = {key: t.clone() for key, t in clean.items()} | {"state": state.clone()}
+        tensors[name][1] = torch.nan
+        o, after = pyops.linear_attention_step(**tensors, inplace=True)
+        assert_same_bits(o[::2], good_o[::2], f"NaN in {name}")
+        assert_same_bits(after[::2], good_state[::2], f"NaN in {name}")
+        assert o[1].isnan().any()
+
+
+@forms
+def test_step_gradients(form):
+    """Without inplace the step is differentiable, through o and the state."""
+    tensors, state, _ = token(form, F64, batch=1, key_dim=3, value_dim=2)
+
+    def call(*given):
+        *inputs, s = given
+        return pyops.linear_attention_step(**dict(zip(tensors, inputs, strict=True)), state=s)
+
+    leaves = tuple(t.clone().requires_grad_() for t in (*tensors.values(), state))
+    assert torch.autograd.gradcheck(call, leaves)
+
+
+def test_step_marks_the_state_as_written():
+    tensors, state, _ = token(FORM["scalar"], F32)
+    version = state._version
+    pyops.linear_attention_step(**tensors, state=state, inplace=True)
+    assert state._version > version
+
+
+def test_step_constant_decay():
+    tensors, state, _ = token(FORM["scalar"], F32)
+    g = torch.tensor([-0.1, -0.5])
+    found = pyops.linear_attention_step(**tensors | {"g": g}, state=state)
+    assert_same_bits(
+        found, pyops.linear_attention_step(**tensors | {"g": g.expand(3, 2)}, state=state), "g [H]"
+    )
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+@forms
+def test_step_is_the_same_in_every_run(form, threads):
+    tensors, state, _ = token(form, F32, key_dim=64, value_dim=64)
+    wanted = pyops.linear_attention_step(**tensors, state=state)
+    torch.set_num_threads(threads)
+    for inplace in (False, True, True):
+        found = pyops.linear_attention_step(**tensors, state=state.clone(), inplace=inplace)
+        if inplace:
+            first = first if "first" in locals() else found  # noqa: F821
+            assert_same_bits(found, first, f"{threads} threads")
+        else:
+            assert_same_bits(found, wanted, f"{threads} threads")
+
+
+@forms
+def test_step_compiles(form):
+    """A decode loop under torch.compile, in place, without a graph break."""
+    tensors, state, _ = token(form, F32)
+    torch.compiler.reset()
+
+    def step(**given):
+        return pyops.linear_attention_step(**given, inplace=True)[0]
+
+    compiled, state_of = (
+        torch.compile(step, fullgraph=True, backend="aot_eager"),
+        [state.clone(), state.clone()],
+    )
+    for _ in range(2):
+        found = compiled(**tensors, state=state_of[0])
+        assert_same_bits(found, step(**tensors, state=state_of[1]), "compiled")
+    assert_same_bits(*state_of, "compiled state")
+
+
+@forms
+def test_step_opcheck(form):
+    tensors, state, _ = token(form, F32)
+    args = [tensors.get(name) for name in ("q", "k", "v", "g", "beta")]
+    torch.library.opcheck(torch.ops.pyops.linear_attention_step_.default, (*args, state, 0.5))
+
+
+@forms
+def test_step_empty(form):
+    tensors, state, _ = token(form, F32)
+    o, after = pyops.linear_attention_step(**{name: t[:0] for name, t in tensors.items()}, state=state[:0])
+    assert o.shape == (0, 4, 12) and after.shape == (0, 4, 20, 12)
