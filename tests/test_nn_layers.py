@@ -186,6 +186,18 @@ def test_compiles_in_one_graph(name, packed):
 
 
 @pytest.mark.slow
+def test_one_compilation_serves_every_batch_and_length():
+    layer = make("gla-conv", torch.float32)
+    torch.compiler.reset()
+    compiled = torch.compile(layer, fullgraph=True, dynamic=True, backend="aot_eager")
+    compiled(torch.randn(7, 19, D), random_state(layer, 7, torch.float32))
+    with torch.compiler.set_stance("fail_on_recompile"):
+        for batch, length in ((9, 17), (8, 30)):
+            x, state = torch.randn(batch, length, D), random_state(layer, batch, torch.float32)
+            close(flat(*compiled(x, state)), flat(*layer(x, state)), 1e-6)
+
+
+@pytest.mark.slow
 @every_layer
 def test_compiles_with_inductor(name):
     layer, x = make(name, torch.float32), torch.randn(2, 9, D)
@@ -299,13 +311,14 @@ BAD = [
     (lambda a: a(X, LayerState(a.zero_state().recurrent)), ValueError, "state.conv must hold 3 tensors"),
     (lambda a: a(X, None, torch.tensor([0, 5])), ValueError, "cu_seqlens must start at 0"),
     (lambda a: a(X, a.zero_state(), torch.tensor([0, 2, 6])), ValueError, r"state.recurrent must be \(2, "),
-    (lambda a: GatedLinearAttention(D, num_heads=5), ValueError, "expand_k must give a positive"),
-    (lambda a: GatedLinearAttention(D, num_heads=2, expand_v=0.1), ValueError, "expand_v must give a positive"),
+    (lambda a: GatedLinearAttention(D, num_heads=5), ValueError, "expand_k must give .* num_heads = 5"),
+    (lambda a: GatedLinearAttention(D, num_heads=2, expand_v=0.1), ValueError, "expand_v must give"),
     (lambda a: GatedLinearAttention(D, num_heads=0), ValueError, "num_heads must be at least 1, got 0"),
     (lambda a: GatedDeltaNet(D, num_heads=2, num_v_heads=3), ValueError, "num_v_heads must give a positive"),
+    (lambda a: GatedDeltaNet(D, num_heads=2, head_dim=3, expand_v=1.5), ValueError, "expand_v must give"),
     (lambda a: GatedDeltaNet(D, conv_size=0), ValueError, "kernel_size must be at least 1"),
-    (lambda a: Mamba2Mixer(D), ValueError, "expand must give a positive multiple of 64 channels, got 24"),
-    (lambda a: Mamba2Mixer(D, head_dim=4, n_groups=4), ValueError, "n_groups must give a positive"),
+    (lambda a: Mamba2Mixer(D), ValueError, "expand must give a positive multiple of head_dim = 64, got 24"),
+    (lambda a: Mamba2Mixer(D, head_dim=4, n_groups=4), ValueError, "expand must give .* n_groups = 4, got 6"),
 ]  # fmt: skip
 
 

@@ -13,9 +13,9 @@ from pyops.nn.layer import (
     LayerState,
     RecurrentLayer,
     attend,
+    divided,
     draw_decay_,
     log_decay,
-    split_heads,
     wide,
 )
 from pyops.ops import _checks as checks
@@ -72,8 +72,8 @@ class GatedDeltaNet(RecurrentLayer):
         dtype: torch.dtype | None = None,
     ):
         heads = num_heads if num_v_heads is None else checks.count("num_v_heads", num_v_heads)
-        split_heads("num_v_heads", heads, num_heads)
-        value_dim = split_heads("expand_v", expand_v * head_dim, 1)
+        divided("num_v_heads", heads, "num_heads", num_heads)
+        value_dim = divided("expand_v", expand_v * head_dim * heads, "num_v_heads", heads)
         super().__init__(hidden_size, (heads, head_dim, value_dim))
         self.num_heads = num_heads
         factory = {"device": device, "dtype": dtype}

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from pyops.nn.conv import ShortConvolution
-from pyops.nn.layer import GatedRMSNorm, LayerState, RecurrentLayer, attend, split_heads, wide
+from pyops.nn.layer import GatedRMSNorm, LayerState, RecurrentLayer, attend, divided, wide
 
 
 class GatedLinearAttention(RecurrentLayer):
@@ -61,8 +61,8 @@ class GatedLinearAttention(RecurrentLayer):
         device: Any = None,
         dtype: torch.dtype | None = None,
     ):
-        key_dim = split_heads("expand_k", expand_k * hidden_size, num_heads)
-        value_dim = split_heads("expand_v", expand_v * hidden_size, num_heads)
+        key_dim = divided("expand_k", expand_k * hidden_size, "num_heads", num_heads)
+        value_dim = divided("expand_v", expand_v * hidden_size, "num_heads", num_heads)
         super().__init__(hidden_size, (num_heads, key_dim, value_dim))
         self.gate_logit_normalizer = gate_logit_normalizer
         factory = {"device": device, "dtype": dtype}

@@ -149,17 +149,19 @@ def attend(q: Tensor, k: Tensor, v: Tensor, **arguments: Any) -> tuple[Tensor, T
     return o, state
 
 
-def split_heads(name: str, channels: float, num_heads: int) -> int:
-    """Channels of one head.
+def divided(name: str, channels: float, by: str, parts: int) -> int:
+    """channels / parts, for channels that a ratio ``name`` gave.
 
     Raises:
-        ValueError: naming what the channels come from, where they are not a positive multiple of the heads.
+        TypeError, ValueError: naming ``by`` where parts is no positive integer, ``name`` where the channels
+            are not a positive multiple of it.
     """
-    if checks.count("num_heads", num_heads) == 0:
-        raise ValueError("num_heads must be at least 1, got 0")
-    if channels <= 0 or channels % num_heads:
-        raise ValueError(f"{name} must give a positive multiple of {num_heads} channels, got {channels:g}")
-    return int(channels) // num_heads
+    if checks.count(by, parts) == 0:
+        raise ValueError(f"{by} must be at least 1, got 0")
+    whole = round(channels)
+    if whole <= 0 or whole % parts or not math.isclose(channels, whole):
+        raise ValueError(f"{name} must give a positive multiple of {by} = {parts}, got {channels:g}")
+    return whole // parts
 
 
 def wide(dtype: torch.dtype) -> torch.dtype:

@@ -13,11 +13,10 @@ from pyops.nn.layer import (
     LayerState,
     RecurrentLayer,
     attend,
+    divided,
     draw_decay_,
     log_decay,
-    split_heads,
 )
-from pyops.ops import _checks as checks
 
 
 class Mamba2Mixer(RecurrentLayer):
@@ -70,8 +69,8 @@ class Mamba2Mixer(RecurrentLayer):
         device: Any = None,
         dtype: torch.dtype | None = None,
     ):
-        heads = split_heads("expand", expand * hidden_size, checks.count("head_dim", head_dim))
-        split_heads("n_groups", heads, n_groups)
+        heads = divided("expand", expand * hidden_size, "head_dim", head_dim)
+        divided("expand", heads, "n_groups", n_groups)
         super().__init__(hidden_size, (heads, state_size, head_dim))
         self.n_groups = n_groups
         self.inner, self.projected = heads * head_dim, n_groups * state_size

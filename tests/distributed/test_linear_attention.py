@@ -20,10 +20,10 @@ def check(results, ranks):
     assert results["all_ranks_work_at_once"] == counts
 
 
-def test_two_processes(tmp_path):
-    check(spawn.run(MODULE, CASES, 2, tmp_path), 2)
+def test_four_processes(tmp_path):
+    check(spawn.run(MODULE, [*CASES, "groups"], 4, tmp_path), 4)
 
 
 @pytest.mark.slow
-def test_four_processes(tmp_path):
-    check(spawn.run(MODULE, [*CASES, "groups"], 4, tmp_path), 4)
+def test_two_processes(tmp_path):
+    check(spawn.run(MODULE, CASES, 2, tmp_path), 2)
