@@ -225,9 +225,7 @@ def main(
     modes = parser.add_mutually_exclusive_group()
     modes.add_argument("--quick", action="store_true", help="small sizes, within two minutes on two cores")
     if demo:
-        modes.add_argument(
-            "--demo", action="store_true", help="the main comparison alone, about three minutes"
-        )
+        modes.add_argument("--demo", action="store_true", help="the main comparison alone, about two minutes")
     parser.add_argument(
         "--out", type=Path, help="folder for plots and JSON (default: out/reproduce in the checkout)"
     )

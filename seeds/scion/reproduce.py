@@ -248,7 +248,7 @@ def footprint(report: Report, sizes: Sizes, best: Run) -> None:
 
 
 def study(report: Report) -> None:
-    """All three parts, or for the demo one long run of (a) at the step sizes that the full grid found."""
+    """All three parts, or for the demo the fresh seeds of (a), at the settings that its full grid found."""
     report.settings["text"] = text()["about"]
     report.told(
         "backend",
@@ -265,9 +265,10 @@ def study(report: Report) -> None:
     footprint(report, sizes, best["scion"])
 
 
+FULL = SIZES["full"]
 DEMO = {
-    "scion": [Run("scion", -5, 256, 500, 2)],
-    "adamw": [Run("adamw", -8, 256, 500, 2)],
+    "scion": [FULL.run("scion", -5, FULL.widths[1], seed, alpha=0.1) for seed in FULL.fresh_seeds],
+    "adamw": [FULL.run("adamw", -7, FULL.widths[1], seed, init="fan_in") for seed in FULL.fresh_seeds],
 }
 
 if __name__ == "__main__":
