@@ -92,7 +92,78 @@ def polar(device: str) -> list[str]:
     return wrong
 
 
-PARTS = {"directions": directions, "step": step, "polar": polar}
+def recurrence(q, k, v, g, beta, state) -> tuple[torch.Tensor, torch.Tensor]:
+    """One sequence of linear attention by its definition: q, k [T, H, K], v [T, H, V], state [H, K, V]."""
+    out = [v[:0]]
+    for t in range(len(q)):
+        if g is not None:
+            state = g[t].exp().reshape(len(state), -1, 1) * state
+        u = v[t] if beta is None else beta[t, :, None] * (v[t] - torch.einsum("hk,hkv->hv", k[t], state))
+        state = state + torch.einsum("hk,hv->hkv", k[t], u)
+        out.append(q.shape[-1] ** -0.5 * torch.einsum("hk,hkv->hv", q[t], state)[None])
+    return torch.cat(out), state
+
+
+def attention_inputs(device: str, dtype: torch.dtype, gate: str, corrected: bool) -> list:
+    """q, k, v, g, beta and initial state of three sequences; one is empty, two end inside a chunk."""
+    length, heads, values, key, value = 83, 2, 4, 24, 40
+    q, k, v = (
+        torch.randn(1, length, n, width, device=device, dtype=torch.float64)
+        for n, width in ((heads, key), (heads, key), (values, value))
+    )
+    k = torch.nn.functional.normalize(k, dim=-1)
+    widths = {"none": None, "scalar": (), "vector": (key,)}[gate]
+    g = None if widths is None else -torch.rand(1, length, heads, *widths, device=device)
+    beta = torch.rand(1, length, values, device=device) if corrected else None
+    state = torch.randn(3, values, key, value, device=device)
+    inputs = [*(t.to(dtype) for t in (q, k, v)), g, beta, state]
+    return [None if t is None else t.requires_grad_() for t in inputs]
+
+
+def attention(device: str) -> list[str]:
+    """Every form of linear attention, forward and backward, and its decode step."""
+    wrong = []
+    ends = [0, 70, 70, 83]
+    for gate, corrected, dtype in itertools.product(("none", "scalar", "vector"), (False, True), DTYPES[1:3]):
+        inputs = attention_inputs(device, dtype, gate, corrected)
+        q, k, v, g, beta, state = inputs
+        offsets = torch.tensor(ends, device=device)
+        o, after = pyops.linear_attention(
+            q, k, v, g=g, beta=beta, initial_state=state, output_final_state=True, cu_seqlens=offsets
+        )
+        wide = [None if t is None else t.detach().double().requires_grad_() for t in inputs]
+        groups = v.shape[2] // q.shape[2]
+        spread = [
+            t if t is None or t.shape[2] == v.shape[2] else t.repeat_interleave(groups, 2) for t in wide[:5]
+        ]
+        parts = [
+            recurrence(*(None if t is None else t[0, a:b] for t in spread), wide[5][n])
+            for n, (a, b) in enumerate(itertools.pairwise(ends))
+        ]
+        wanted = [torch.cat([part[0] for part in parts])[None], torch.stack([part[1] for part in parts])]
+        weights = [torch.randn_like(t) for t in wanted]
+        results, checked = [o, after], list(wanted)
+        for leaves, outputs, into in ((inputs, (o, after), results), (wide, wanted, checked)):
+            loss = sum((w * t.double()).sum() for w, t in zip(weights, outputs, strict=True))
+            into += torch.autograd.grad(loss, [t for t in leaves if t is not None])
+        with torch.no_grad():
+            token = [None if t is None else t[:, 0] for t in inputs[:5]]
+            results += pyops.linear_attention_step(
+                *token[:3], state[:1].clone(), g=token[3], beta=token[4], inplace=True
+            )
+            first = recurrence(*(None if t is None else t[0, :1] for t in spread), wide[5][0])
+            checked += [first[0], first[1][None]]
+        tolerance = 1e-4 if dtype == torch.float32 else 16 * torch.finfo(dtype).eps
+        for i, (got, right) in enumerate(zip(results, checked, strict=True)):
+            size, what = (
+                float(right.detach().abs().max()),
+                f"linear_attention {gate} beta={corrected} {dtype} result {i}",
+            )
+            wrong += compare(what, got.double() / size, right / size, tolerance)
+    return wrong
+
+
+PARTS = {"directions": directions, "step": step, "polar": polar, "attention": attention}
 
 
 def main() -> int:

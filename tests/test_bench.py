@@ -491,7 +491,7 @@ def gpu_check(tmp_path, plan, **env):
     return done, {part["name"]: part for part in data["parts"]}
 
 
-PARTS = ["machine", "build", "tests", "memcheck", "racecheck", "bench", "triton"]
+PARTS = ["machine", "build", "tests", "memcheck", "racecheck", "bench", "triton", "attention"]
 
 
 def test_the_gpu_check_passes_when_its_parts_do(tmp_path):
@@ -500,7 +500,7 @@ def test_the_gpu_check_passes_when_its_parts_do(tmp_path):
     assert list(parts) == PARTS and {part["state"] for part in parts.values()} == {"ok"}
     assert "compute-sanitizer needs a GPU" in parts["memcheck"]["reason"]
     assert "pytest called: " not in done.stdout
-    assert [line.split()[0] for line in done.stdout.splitlines()[-7:]] == PARTS
+    assert [line.split()[0] for line in done.stdout.splitlines()[-len(PARTS) :]] == PARTS
     assert "tests called: " in (tmp_path / "out" / "gpu_check.log").read_text()
 
 
@@ -518,6 +518,7 @@ def test_each_part_of_the_gpu_check_fails_alone(tmp_path):
         "racecheck": "FAIL",
         "bench": "ok",
         "triton": "FAIL",
+        "attention": "FAIL",
     }
     assert parts["build"]["reason"] == "exit status 3: no nvcc here"
     assert parts["tests"]["reason"] == "planted"
