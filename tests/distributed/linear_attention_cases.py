@@ -61,9 +61,16 @@ def error(found, wanted):
     return ((found.double() - wanted.double()).norm() / (wanted.double().norm() + 1e-12)).item()
 
 
-def near(found, wanted, gate, what):
-    assert found.shape == wanted.shape and found.dtype == wanted.dtype, what
-    assert error(found, wanted) < gate, f"{what}: {error(found, wanted):.3g}"
+def agree(checks, gate, group=None):
+    """Compares (what, found, wanted); where one rank finds a difference all raise, so that none waits."""
+    failures = [
+        f"{what}: error {error(found, wanted):.3g}, {found.dtype}"
+        for what, found, wanted in checks
+        if found.shape != wanted.shape or found.dtype != wanted.dtype or not error(found, wanted) < gate
+    ]
+    everywhere = [None] * dist.get_world_size(group)
+    dist.all_gather_object(everywhere, failures, group=group)
+    assert not any(everywhere), everywhere
 
 
 def compare(tensors, lengths, rank, group=None, gate=1e-12, with_state=True, **kwargs):
@@ -82,8 +89,7 @@ def compare(tensors, lengths, rank, group=None, gate=1e-12, with_state=True, **k
     if rank > 0 and with_state:
         parts["initial_state"] = None
     o_part, final_part = distributed.linear_attention(**parts, output_final_state=True, group=group, **kwargs)
-    near(o_part, mine({"o": o}, lengths, rank)["o"], gate, "o")
-    near(final_part, final, gate, "final state")
+    checks = [("o", o_part, mine({"o": o}, lengths, rank)["o"]), ("final state", final_part, final)]
     (
         (mine({"w": weight}, lengths, rank)["w"] * o_part).sum() + (on_state[rank] * final_part).sum()
     ).backward()
@@ -95,7 +101,8 @@ def compare(tensors, lengths, rank, group=None, gate=1e-12, with_state=True, **k
             dist.all_reduce(found, group=group)
         elif name != "initial_state":
             wanted = mine({name: wanted}, lengths, rank)[name]
-        near(found, wanted, gate, f"gradient of {name}")
+        checks.append((f"gradient of {name}", found, wanted))
+    agree(checks, gate, group)
 
 
 def forms(rank, world):
@@ -113,7 +120,7 @@ def options(rank, world):
     whole, _ = pyops.linear_attention(**tensors)
     o, final = distributed.linear_attention(**mine(tensors, lengths, rank))
     assert final is None and not o.requires_grad
-    near(o, mine({"o": whole}, lengths, rank)["o"], 1e-12, "o")
+    agree([("o", o, mine({"o": whole}, lengths, rank)["o"])], 1e-12)
     for state in (tensors["initial_state"].float(), tensors["initial_state"].bfloat16()):
         compare(
             {**tensors, "initial_state": state},
@@ -151,7 +158,8 @@ def resets(rank, world):
             parts = mine(tensors, lengths, rank)
             o, final = distributed.linear_attention(**parts, output_final_state=True)
             after = max(0, at - 6 * rank)
-            assert o[:, after:].isfinite().all() and final.isfinite().all(), (gate, at)
+            checks = [("o", o[:, after:]), ("final state", final)]
+            agree([(f"{what}, {gate}, {at}", t, t.nan_to_num()) for what, t in checks], 1e-12)
 
 
 def through_the_state_alone(rank, world):
@@ -161,9 +169,8 @@ def through_the_state_alone(rank, world):
         whole, parts = leaves(tensors), leaves(mine(tensors, lengths, rank))
         pyops.linear_attention(**whole, output_final_state=True)[1].square().sum().backward()
         distributed.linear_attention(**parts, output_final_state=True)[1].square().sum().div(world).backward()
-        for name in ("k", "v", "g"):
-            wanted = mine({name: whole[name].grad}, lengths, rank)[name]
-            near(parts[name].grad, wanted, 1e-12, f"gradient of {name}")
+        wanted = mine({name: whole[name].grad for name in ("k", "v", "g")}, lengths, rank)
+        agree([(f"gradient of {name}", parts[name].grad, t) for name, t in wanted.items()], 1e-12)
 
 
 def segments(rank, world):
@@ -177,8 +184,7 @@ def segments(rank, world):
         )
         parts = mine({**tensors, "initial_state": state}, lengths, rank)
         o, state = distributed.linear_attention(**parts, output_final_state=True)
-        near(o, mine({"o": wanted_o}, lengths, rank)["o"], 1e-12, "o")
-    near(state, wanted, 1e-12, "final state")
+        agree([("o", o, mine({"o": wanted_o}, lengths, rank)["o"]), ("final state", state, wanted)], 1e-12)
 
 
 def autocast(rank, world):
