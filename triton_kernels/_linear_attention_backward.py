@@ -19,8 +19,9 @@ from ._linear_attention_tiles import (
 
 @triton.jit
 def state_backward_kernel(
-    q_ptr, k_ptr, g_ptr, beta_ptr, t_ptr, a_ptr, grad_o_ptr, grad_state_ptr, grad_states_ptr, x_ptr,
-    grad_v_ptr, grad_initial_ptr, sequences_ptr, scale: tl.float64,
+    q_ptr, k_ptr, g_ptr, beta_ptr, t_ptr, early_q_ptr, early_k_ptr, late_k_ptr, total_ptr, a_ptr,
+    grad_o_ptr, grad_state_ptr, grad_states_ptr, x_ptr, grad_v_ptr, grad_initial_ptr, sequences_ptr,
+    scale: tl.float64,
     T, HV, K, V, GQ, GG, GB,
     q_b, q_t, q_h, q_c, k_b, k_t, k_h, k_c, g_b, g_t, g_h, g_c, beta_b, beta_t, beta_h,
     o_b, o_t, o_h, o_c, s_n, s_h, s_k, s_v,
@@ -46,12 +47,18 @@ def state_backward_kernel(
     q_ptr += batch * q_b + head // GQ * q_h
     k_ptr += batch * k_b + head // GQ * k_h
     grad_o_ptr += batch * o_b + head * o_h
-    if DECAY != "none":
+    if DECAY == "scalar":
         g_ptr += batch * g_b + head // GG * g_h
+    elif DECAY == "vector":
+        early_q_ptr += (batch * T * HV + head) * K
     if t_ptr is not None:
+        if DECAY == "vector":
+            early_k_ptr += (batch * T * HV + head) * K
+            late_k_ptr += (batch * T * HV + head) * K
         beta_ptr += batch * beta_b + head // GB * beta_h
         x_ptr += (batch * T * HV + head) * V
         grad_v_ptr += (batch * T * HV + head) * V
+    wide_k = HV * tl.full((), K, tl.int64)
     wide = HV * tl.full((), V, tl.int64)
     ds = load_tile(grad_state_ptr + sequence * s_n + head * s_h, c, x, s_k, s_v, c_in, x_in).to(dtype)
     count = tl.cdiv(end - first, C).to(tl.int32)
@@ -60,44 +67,42 @@ def state_backward_kernel(
         rows = first + (at - chunk) * C + i
         inside = rows < end
         store_tile(grad_states_ptr + (at * HV + head) * K * V, ds, c, x, V, 1, c_in, x_in)
-        early = load_tile(q_ptr, rows, c, q_t, q_c, inside, c_in)
         do = load_tile(grad_o_ptr, rows, x, o_t, o_c, inside, x_in)
+        early_do = do
         next_ds = ds
-        late_k = early
-        early_k = early
-        if t_ptr is not None:
-            early_k = load_tile(k_ptr, rows, c, k_t, k_c, inside, c_in)
-            late_k = early_k
+        if DECAY == "vector":
+            early = load_tile(early_q_ptr, rows, c, wide_k, 1, inside, c_in)
+            total = load_line(total_ptr + (at * HV + head) * K, c, 1, c_in, dtype)
+            next_ds = fade(ds, total[:, None])
+        else:
+            early = load_tile(q_ptr, rows, c, q_t, q_c, inside, c_in)
         if DECAY == "scalar":
             g = load_line(g_ptr, rows, g_t, inside, dtype)
             g_next = load_line(g_ptr, rows + 1, g_t, (rows + 1 < end) & (i + 1 < C), dtype)
             until = tl.cumsum(g, 0)[:, None]
-            total = tl.sum(g, 0)[None, None]
             after = tl.cumsum(g_next, 0, reverse=True)[:, None]
-        if DECAY == "vector":
-            g = load_tile(g_ptr, rows, c, g_t, g_c, inside, c_in).to(dtype)
-            g_next = load_tile(g_ptr, rows + 1, c, g_t, g_c, (rows + 1 < end) & (i + 1 < C), c_in).to(dtype)
-            until = tl.cumsum(g, 0)
-            total = tl.sum(g, 0)[:, None]
-            after = tl.cumsum(g_next, 0, reverse=True)
-        if DECAY != "none":
-            next_ds = fade(ds, total)
-            early = fade(early, until)
-            if t_ptr is not None:
-                late_k = fade(late_k, after)
-                early_k = fade(early_k, until)
+            early_do = fade(do, until)
+            next_ds = fade(ds, tl.sum(g, 0)[None, None])
         if t_ptr is not None:
             base = (at * HV + head) * (C * C)
-            du = product(tl.trans(tl.load(a_ptr + base + square)), do, operand, PRECISION)
-            du += product(late_k, ds, operand, PRECISION)
+            if DECAY == "vector":
+                early_k = load_tile(early_k_ptr, rows, c, wide_k, 1, inside, c_in)
+                late_k = load_tile(late_k_ptr, rows, c, wide_k, 1, inside, c_in)
+            else:
+                early_k = load_tile(k_ptr, rows, c, k_t, k_c, inside, c_in)
+                late_k = early_k
+            du = product(late_k, ds, operand, PRECISION)
+            if DECAY == "scalar":
+                du = fade(du, after)
+            du += product(tl.trans(tl.load(a_ptr + base + square)), do, operand, PRECISION)
             of_r = product(tl.trans(tl.load(t_ptr + base + square)), du, operand, PRECISION)
             dv = load_line(beta_ptr, rows, beta_t, inside, dtype)[:, None] * of_r
             store_tile(x_ptr, of_r, rows, x, wide, 1, inside, x_in)
             store_tile(grad_v_ptr, dv, rows, x, wide, 1, inside, x_in)
+            if DECAY == "scalar":
+                dv = fade(dv, until)
             next_ds -= product(tl.trans(early_k), dv, operand, PRECISION)
-        if DECAY == "scalar":
-            do = tl.where(until == float("-inf"), 0.0, do)
-        ds = next_ds + scale * product(tl.trans(early), do, operand, PRECISION)
+        ds = next_ds + scale * product(tl.trans(early), early_do, operand, PRECISION)
     if grad_initial_ptr is not None:
         store_tile(grad_initial_ptr + (sequence * HV + head) * K * V, ds, c, x, V, 1, c_in, x_in)
 
@@ -154,120 +159,17 @@ def values_kernel(
 
 
 @triton.jit
-def grads_kernel(
-    q_ptr, k_ptr, v_ptr, u_ptr, g_ptr, beta_ptr, m_ptr, x_ptr, states_ptr, grad_o_ptr, grad_states_ptr,
-    grad_q_ptr, grad_k_ptr, grad_g_ptr, grad_beta_ptr, chunks_ptr, scale: tl.float64,
-    T, HV, K, V, GQ, GG, GB, tokens,
-    q_b, q_t, q_h, q_c, k_b, k_t, k_h, k_c, v_b, v_t, v_h, v_c, u_b, u_t, u_h, u_c, g_b, g_t, g_h, g_c,
-    beta_b, beta_t, beta_h, o_b, o_t, o_h, o_c,
-    DECAY: tl.constexpr, C: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
-    """dQ and dK of one chunk and a block of columns, and these columns' share of dg and dbeta.
-
-    No decay or a scalar one. With P = scale (dO U^T) D, and dM = -beta (X U^T) D below the diagonal:
-    dQ = scale e^(G_i) (dO S^T) + P K,
-    dK = P^T Q + e^(G - G_i) (U dS'^T) + dM K + dM^T K - e^(G_i) beta X S^T.
-    """
-    blocks = tl.cdiv(K, BK)
-    block, head, chunk = split_program(blocks, HV)
-    batch, first, count = chunk_span(chunks_ptr, chunk, T, C)
-    operand: tl.constexpr = states_ptr.dtype.element_ty
-    dtype: tl.constexpr = tl.float64 if operand == tl.float64 else tl.float32
-    scale = tl.full((), scale, dtype)
-    i = arange(C)
-    inside = i < count
-    c = block * BK + arange(BK)
-    c_in = c < K
-    grad_o_ptr += batch * o_b + first * o_t + head * o_h
-    u_ptr += batch * u_b + first * u_t + head * u_h
-    states_ptr += (chunk * HV + head) * K * V
-    grad_states_ptr += (chunk * HV + head) * K * V
-    wide_v = HV * tl.full((), V, tl.int64)
-    wide_k = HV * tl.full((), K, tl.int64)
-    place = (batch * T + first) * HV + head
-    p = tl.zeros((C, C), dtype)
-    xu = tl.zeros((C, C), dtype)
-    of_q = tl.zeros((C, BK), dtype)
-    of_k = tl.zeros((C, BK), dtype)
-    of_x = tl.zeros((C, BK), dtype)
-    carried = tl.zeros((BK,), dtype)
-    dbeta = tl.zeros((C,), dtype)
-    for start in range(0, V, BV):
-        x = start + arange(BV)
-        x_in = x < V
-        do = load_tile(grad_o_ptr, i, x, o_t, o_c, inside, x_in)
-        u = load_tile(u_ptr, i, x, u_t, u_c, inside, x_in)
-        s = load_tile(states_ptr, c, x, V, 1, c_in, x_in)
-        ds = load_tile(grad_states_ptr, c, x, V, 1, c_in, x_in)
-        p += product(do, tl.trans(u), operand, PRECISION)
-        of_q += product(do, tl.trans(s), operand, PRECISION)
-        of_k += product(u, tl.trans(ds), operand, PRECISION)
-        if DECAY == "scalar":
-            carried += tl.sum(s * ds, 1)
-        if beta_ptr is not None:
-            of_r = load_tile(x_ptr + place * V, i, x, wide_v, 1, inside, x_in)
-            xu += product(of_r, tl.trans(u), operand, PRECISION)
-            of_x += product(of_r, tl.trans(s), operand, PRECISION)
-            if block == 0:
-                v_at = v_ptr + batch * v_b + first * v_t + head * v_h
-                dbeta += tl.sum(of_r * load_tile(v_at, i, x, v_t, v_c, inside, x_in), 1)
-    q = load_tile(q_ptr + batch * q_b + first * q_t + head // GQ * q_h, i, c, q_t, q_c, inside, c_in)
-    k = load_tile(k_ptr + batch * k_b + first * k_t + head // GQ * k_h, i, c, k_t, k_c, inside, c_in)
-    p *= scale
-    of_q *= scale
-    own = tl.sum(tl.where(i[:, None] == i[None, :], p, 0.0), 1)[:, None]
-    below = i[:, None] > i[None, :]
-    if beta_ptr is not None:
-        beta = load_line(
-            beta_ptr + batch * beta_b + first * beta_t + head // GB * beta_h, i, beta_t, inside, dtype
-        )
-        if block == 0:
-            m = load_tile(m_ptr + (chunk * HV + head) * (C * C), i, i, C, 1, i >= 0, i >= 0)
-            dbeta -= tl.sum(tl.where(below, xu * m, 0.0), 1)
-        xu *= -beta[:, None]
-    if DECAY == "scalar":
-        g_ptr += batch * g_b + first * g_t + head // GG * g_h
-        g = load_line(g_ptr, i, g_t, inside, dtype)
-        until = tl.cumsum(g, 0)[:, None]
-        after = tl.cumsum(load_line(g_ptr, i + 1, g_t, i + 1 < count, dtype), 0, reverse=True)[:, None]
-        pair = pair_log_decay(g, C)
-        p = fade(p, pair)
-        xu = fade(xu, pair)
-        of_q = fade(of_q, until)
-        of_k = fade(of_k, after)
-        of_x = fade(of_x, until)
-    p = tl.where(below, p, 0.0)
-    dq = of_q + product(p, k, operand, PRECISION)
-    column = product(tl.trans(p), q, operand, PRECISION)
-    row = tl.zeros((C, BK), dtype)
-    if beta_ptr is not None:
-        xu = tl.where(below, xu, 0.0)
-        column += product(tl.trans(xu), k, operand, PRECISION)
-        row = product(xu, k, operand, PRECISION) - beta[:, None] * of_x
-        dbeta -= tl.sum(k * of_x, 1)
-        at = block * tokens * HV + place + i * HV
-        tl.store(grad_beta_ptr + at, dbeta, inside)
-    if DECAY == "scalar":
-        # A pair (j, i) counts for the tokens in between: reached from i backwards, left again before j.
-        both = tl.cumsum(tl.sum(q * dq + k * row - k * column, 1), 0, reverse=True)
-        ends = tl.sum(k * of_k, 1)
-        both += tl.sum(tl.where(i[:, None] < i[None, :], ends[:, None], 0.0), 0)
-        both += tl.sum(fade(carried, tl.sum(g, 0)[None]), 0)
-        at = block * tokens * HV + place + i * HV
-        tl.store(grad_g_ptr + at, tl.where(g < -750.0, 0.0, both), inside)
-    store_tile(grad_q_ptr + place * K, dq + own * k, i, c, wide_k, 1, inside, c_in)
-    store_tile(grad_k_ptr + place * K, column + row + of_k + own * q, i, c, wide_k, 1, inside, c_in)
-
-
-@triton.jit
 def grad_scores_kernel(
-    v_ptr, u_ptr, beta_ptr, m_ptr, x_ptr, grad_o_ptr, grad_a_ptr, grad_m_ptr, grad_beta_ptr, chunks_ptr,
-    scale: tl.float64,
-    T, HV, V, GB,
-    v_b, v_t, v_h, v_c, u_b, u_t, u_h, u_c, beta_b, beta_t, beta_h, o_b, o_t, o_h, o_c,
-    C: tl.constexpr, BV: tl.constexpr, PRECISION: tl.constexpr,
+    v_ptr, u_ptr, g_ptr, beta_ptr, m_ptr, x_ptr, grad_o_ptr, grad_a_ptr, grad_m_ptr, grad_beta_ptr,
+    chunks_ptr, scale: tl.float64,
+    T, HV, V, GG, GB,
+    v_b, v_t, v_h, v_c, u_b, u_t, u_h, u_c, g_b, g_t, g_h, beta_b, beta_t, beta_h, o_b, o_t, o_h, o_c,
+    DECAY: tl.constexpr, C: tl.constexpr, BV: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Vector decay, one chunk: dA = scale dO U^T (i >= j), dM = -beta X U^T (i > j), a part of dbeta."""
+    """One chunk: dA = scale (dO U^T) D, i >= j; dM = -beta (X U^T) D, i > j; M's share of dbeta.
+
+    D here is that of a scalar decay; channel_grads_kernel puts in that of a vector one.
+    """
     _, head, chunk = split_program(1, HV)
     batch, first, count = chunk_span(chunks_ptr, chunk, T, C)
     operand: tl.constexpr = grad_a_ptr.dtype.element_ty
@@ -293,6 +195,10 @@ def grad_scores_kernel(
             xu += product(of_r, tl.trans(u), operand, PRECISION)
             dbeta += tl.sum(of_r * load_tile(v_ptr, i, x, v_t, v_c, inside, x_in), 1)
     base = (chunk * HV + head) * (C * C)
+    if DECAY == "scalar":
+        g_ptr += batch * g_b + first * g_t + head // GG * g_h
+        log_decay = pair_log_decay(load_line(g_ptr, i, g_t, inside, dtype), C)
+        da = fade(da, log_decay)
     da = tl.where(i[:, None] >= i[None, :], da * tl.full((), scale, dtype), 0.0)
     store_tile(grad_a_ptr + base, da, i, i, C, 1, i >= 0, i >= 0)
     if beta_ptr is not None:
@@ -302,7 +208,95 @@ def grad_scores_kernel(
         xu = tl.where(i[:, None] > i[None, :], -xu, 0.0)
         dbeta += tl.sum(xu * load_tile(m_ptr + base, i, i, C, 1, i >= 0, i >= 0), 1)
         tl.store(grad_beta_ptr + place + i * HV, dbeta, inside)
-        store_tile(grad_m_ptr + base, beta[:, None] * xu, i, i, C, 1, i >= 0, i >= 0)
+        xu *= beta[:, None]
+        if DECAY == "scalar":
+            xu = fade(xu, log_decay)
+        store_tile(grad_m_ptr + base, xu, i, i, C, 1, i >= 0, i >= 0)
+
+
+@triton.jit
+def grads_kernel(
+    q_ptr, k_ptr, u_ptr, g_ptr, beta_ptr, x_ptr, states_ptr, grad_o_ptr, grad_states_ptr, grad_a_ptr,
+    grad_m_ptr, grad_q_ptr, grad_k_ptr, grad_g_ptr, grad_beta_ptr, chunks_ptr, scale: tl.float64,
+    T, HV, K, V, GQ, GG, GB, tokens,
+    q_b, q_t, q_h, q_c, k_b, k_t, k_h, k_c, u_b, u_t, u_h, u_c, g_b, g_t, g_h, g_c,
+    beta_b, beta_t, beta_h, o_b, o_t, o_h, o_c,
+    DECAY: tl.constexpr, C: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """dQ and dK of one chunk and a block of columns, and these columns' share of dg and dbeta.
+
+    No decay or a scalar one: dQ = scale e^(G_i) (dO S^T) + dA K,
+    dK = dA^T Q + e^(G - G_i) (U dS'^T) + dM K + dM^T K - e^(G_i) beta X S^T.
+    """
+    block, head, chunk = split_program(tl.cdiv(K, BK), HV)
+    batch, first, count = chunk_span(chunks_ptr, chunk, T, C)
+    operand: tl.constexpr = states_ptr.dtype.element_ty
+    dtype: tl.constexpr = tl.float64 if operand == tl.float64 else tl.float32
+    i = arange(C)
+    inside = i < count
+    c = block * BK + arange(BK)
+    c_in = c < K
+    grad_o_ptr += batch * o_b + first * o_t + head * o_h
+    u_ptr += batch * u_b + first * u_t + head * u_h
+    states_ptr += (chunk * HV + head) * K * V
+    grad_states_ptr += (chunk * HV + head) * K * V
+    wide_v = HV * tl.full((), V, tl.int64)
+    wide_k = HV * tl.full((), K, tl.int64)
+    place = (batch * T + first) * HV + head
+    wide_share = tl.full((), tokens, tl.int64) * HV
+    share = block * wide_share + place + i * HV
+    of_q = tl.zeros((C, BK), dtype)
+    of_k = tl.zeros((C, BK), dtype)
+    of_x = tl.zeros((C, BK), dtype)
+    carried = tl.zeros((BK,), dtype)
+    for start in range(0, V, BV):
+        x = start + arange(BV)
+        x_in = x < V
+        s = load_tile(states_ptr, c, x, V, 1, c_in, x_in)
+        ds = load_tile(grad_states_ptr, c, x, V, 1, c_in, x_in)
+        do = load_tile(grad_o_ptr, i, x, o_t, o_c, inside, x_in)
+        u = load_tile(u_ptr, i, x, u_t, u_c, inside, x_in)
+        of_q += product(do, tl.trans(s), operand, PRECISION)
+        of_k += product(u, tl.trans(ds), operand, PRECISION)
+        if DECAY == "scalar":
+            carried += tl.sum(s * ds, 1)
+        if beta_ptr is not None:
+            of_r = load_tile(x_ptr + place * V, i, x, wide_v, 1, inside, x_in)
+            of_x += product(of_r, tl.trans(s), operand, PRECISION)
+    of_q *= tl.full((), scale, dtype)
+    if DECAY == "scalar":
+        g_ptr += batch * g_b + first * g_t + head // GG * g_h
+        g = load_line(g_ptr, i, g_t, inside, dtype)
+        until = tl.cumsum(g, 0)[:, None]
+        after = tl.cumsum(load_line(g_ptr, i + 1, g_t, i + 1 < count, dtype), 0, reverse=True)[:, None]
+        of_q = fade(of_q, until)
+        of_k = fade(of_k, after)
+        of_x = fade(of_x, until)
+    q = load_tile(q_ptr + batch * q_b + first * q_t + head // GQ * q_h, i, c, q_t, q_c, inside, c_in)
+    k = load_tile(k_ptr + batch * k_b + first * k_t + head // GQ * k_h, i, c, k_t, k_c, inside, c_in)
+    base = (chunk * HV + head) * (C * C)
+    da = load_tile(grad_a_ptr + base, i, i, C, 1, i >= 0, i >= 0)
+    own = tl.sum(tl.where(i[:, None] == i[None, :], da, 0.0), 1)[:, None]
+    da = tl.where(i[:, None] > i[None, :], da, 0.0)
+    dq = of_q + product(da, k, operand, PRECISION)
+    column = product(tl.trans(da), q, operand, PRECISION)
+    row = tl.zeros((C, BK), dtype)
+    if beta_ptr is not None:
+        beta_ptr += batch * beta_b + first * beta_t + head // GB * beta_h
+        beta = load_line(beta_ptr, i, beta_t, inside, dtype)
+        dm = load_tile(grad_m_ptr + base, i, i, C, 1, i >= 0, i >= 0)
+        row = product(dm, k, operand, PRECISION) - beta[:, None] * of_x
+        column += product(tl.trans(dm), k, operand, PRECISION)
+        tl.store(grad_beta_ptr + (wide_share + share), -tl.sum(k * of_x, 1), inside)
+    if DECAY == "scalar":
+        # A pair (j, i) counts for the tokens in between: reached from i backwards, left again before j.
+        dg = tl.cumsum(tl.sum(q * dq + k * row - k * column, 1), 0, reverse=True)
+        ends = tl.sum(k * of_k, 1)
+        dg += tl.sum(tl.where(i[:, None] < i[None, :], ends[:, None], 0.0), 0)
+        dg += tl.sum(fade(carried, tl.sum(g, 0)[None]), 0)
+        tl.store(grad_g_ptr + share, tl.where(g < -750.0, 0.0, dg), inside)
+    store_tile(grad_q_ptr + place * K, dq + own * k, i, c, wide_k, 1, inside, c_in)
+    store_tile(grad_k_ptr + place * K, column + row + of_k + own * q, i, c, wide_k, 1, inside, c_in)
 
 
 @triton.jit
@@ -381,15 +375,15 @@ def channel_grads_kernel(
         up_in = (r + distance < 16) & (rows + distance < count)
         up += load_tile(g_ptr, rows + distance, c, g_t, g_c, up_in, c_in)
         there = inside & (r >= distance)
-        some = fade(load_tile(k_ptr, rows - distance, c, k_t, k_c, there, c_in), down)
-        dq += load_line(grad_a_ptr, rows * C + rows - distance, 1, there, dtype)[:, None] * some
+        near = fade(load_tile(k_ptr, rows - distance, c, k_t, k_c, there, c_in), down)
+        dq += load_line(grad_a_ptr, rows * C + rows - distance, 1, there, dtype)[:, None] * near
         if beta_ptr is not None:
-            row += load_line(grad_m_ptr, rows * C + rows - distance, 1, there, dtype)[:, None] * some
-        some = fade(load_tile(q_ptr, rows + distance, c, q_t, q_c, up_in, c_in), up)
-        column += load_line(grad_a_ptr, (rows + distance) * C + rows, 1, up_in, dtype)[:, None] * some
+            row += load_line(grad_m_ptr, rows * C + rows - distance, 1, there, dtype)[:, None] * near
+        near = fade(load_tile(q_ptr, rows + distance, c, q_t, q_c, up_in, c_in), up)
+        column += load_line(grad_a_ptr, (rows + distance) * C + rows, 1, up_in, dtype)[:, None] * near
         if beta_ptr is not None:
-            some = fade(load_tile(k_ptr, rows + distance, c, k_t, k_c, up_in, c_in), up)
-            column += load_line(grad_m_ptr, (rows + distance) * C + rows, 1, up_in, dtype)[:, None] * some
+            near = fade(load_tile(k_ptr, rows + distance, c, k_t, k_c, up_in, c_in), up)
+            column += load_line(grad_m_ptr, (rows + distance) * C + rows, 1, up_in, dtype)[:, None] * near
 
     # Through the state before the chunk and the one after it.
     states_ptr += (chunk * HV + head) * K * V
@@ -422,7 +416,7 @@ def channel_grads_kernel(
         )
         of_x = fade(of_x, until)
         row -= beta[:, None] * of_x
-        at = (block + 1) * tokens * HV + place + rows * HV
+        at = (block + 1) * (tl.full((), tokens, tl.int64) * HV) + place + rows * HV
         tl.store(grad_beta_ptr + at, -tl.sum(k * of_x, 1), inside)
     store_tile(both_ptr + place * K, q * dq + k * row - k * column, rows, c, wide_k, 1, inside, c_in)
     store_tile(ends_ptr + place * K, k * of_k, rows, c, wide_k, 1, inside, c_in)

@@ -22,6 +22,41 @@ from ._linear_attention_tiles import (
 
 
 @triton.jit
+def decays_kernel(
+    q_ptr, k_ptr, g_ptr, early_q_ptr, early_k_ptr, late_k_ptr, total_ptr, chunks_ptr,
+    T, HV, K, GQ, GG,
+    q_b, q_t, q_h, q_c, k_b, k_t, k_h, k_c, g_b, g_t, g_h, g_c,
+    C: tl.constexpr, BK: tl.constexpr,
+):  # fmt: skip
+    """Vector decay, one chunk and a block of columns: Q e^(G_i), K e^(G_i), K e^(G - G_i) and G.
+
+    They keep sums over rows out of the passes over chunks, which no other program can take a share of.
+    """
+    block, head, chunk = split_program(tl.cdiv(K, BK), HV)
+    batch, first, count = chunk_span(chunks_ptr, chunk, T, C)
+    dtype: tl.constexpr = total_ptr.dtype.element_ty
+    i = arange(C)
+    inside = i < count
+    c = block * BK + arange(BK)
+    c_in = c < K
+    place = ((batch * T + first) * HV + head) * K
+    wide = HV * tl.full((), K, tl.int64)
+    g_ptr += batch * g_b + first * g_t + head // GG * g_h
+    k = load_tile(k_ptr + batch * k_b + first * k_t + head // GQ * k_h, i, c, k_t, k_c, inside, c_in)
+    g_next = load_tile(g_ptr, i + 1, c, g_t, g_c, i + 1 < count, c_in).to(dtype)
+    late_k = fade(k, tl.cumsum(g_next, 0, reverse=True))
+    store_tile(late_k_ptr + place, late_k, i, c, wide, 1, inside, c_in)
+    g = load_tile(g_ptr, i, c, g_t, g_c, inside, c_in).to(dtype)
+    tl.store(total_ptr + (chunk * HV + head) * K + c, tl.sum(g, 0), c_in)
+    until = tl.cumsum(g, 0)
+    if early_k_ptr is not None:
+        store_tile(early_k_ptr + place, fade(k, until), i, c, wide, 1, inside, c_in)
+    if early_q_ptr is not None:
+        q = load_tile(q_ptr + batch * q_b + first * q_t + head // GQ * q_h, i, c, q_t, q_c, inside, c_in)
+        store_tile(early_q_ptr + place, fade(q, until), i, c, wide, 1, inside, c_in)
+
+
+@triton.jit
 def scores_kernel(
     q_ptr, k_ptr, g_ptr, a_ptr, m_ptr, chunks_ptr, scale: tl.float64,
     T, HV, K, GQ, GG,
@@ -138,7 +173,8 @@ def solve_kernel(
 
 @triton.jit
 def state_kernel(
-    k_ptr, v_ptr, g_ptr, beta_ptr, t_ptr, initial_ptr, states_ptr, u_ptr, final_ptr, sequences_ptr,
+    k_ptr, v_ptr, g_ptr, beta_ptr, t_ptr, early_k_ptr, late_k_ptr, total_ptr, initial_ptr, states_ptr, u_ptr,
+    final_ptr, sequences_ptr,
     T, HV, K, V, GQ, GG, GB,
     k_b, k_t, k_h, k_c, v_b, v_t, v_h, v_c, g_b, g_t, g_h, g_c, beta_b, beta_t, beta_h, s_n, s_h, s_k, s_v,
     DECAY: tl.constexpr, C: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, PRECISION: tl.constexpr,
@@ -164,9 +200,14 @@ def state_kernel(
     v_ptr += batch * v_b + head * v_h
     if DECAY != "none":
         g_ptr += batch * g_b + head // GG * g_h
+    if DECAY == "vector":
+        late_k_ptr += (batch * T * HV + head) * K
+        if t_ptr is not None:
+            early_k_ptr += (batch * T * HV + head) * K
     if t_ptr is not None:
         beta_ptr += batch * beta_b + head // GB * beta_h
         u_ptr += (batch * T * HV + head) * V
+    wide_k = HV * tl.full((), K, tl.int64)
     s = tl.zeros((BK, BV), dtype)
     if initial_ptr is not None:
         s += load_tile(initial_ptr + sequence * s_n + head * s_h, c, x, s_k, s_v, c_in, x_in)
@@ -174,42 +215,40 @@ def state_kernel(
         store_tile(states_ptr + (chunk * HV + head) * K * V, s, c, x, V, 1, c_in, x_in)
         rows = first + i
         inside = rows < end
-        k = load_tile(k_ptr, rows, c, k_t, k_c, inside, c_in)
         v = load_tile(v_ptr, rows, x, v_t, v_c, inside, x_in)
         u = v
-        late = k
         s_next = s
         bad = 0
+        if DECAY == "vector":
+            k = load_tile(late_k_ptr, rows, c, wide_k, 1, inside, c_in)
+            total = load_line(total_ptr + (chunk * HV + head) * K, c, 1, c_in, dtype)[:, None]
+            bad = unusable(v)
+        else:
+            k = load_tile(k_ptr, rows, c, k_t, k_c, inside, c_in)
         if DECAY == "scalar":
             g = load_line(g_ptr, rows, g_t, inside, dtype)
-            until = tl.cumsum(g, 0)[:, None]
             total = tl.sum(g, 0)[None, None]
-            g_next = load_line(g_ptr, rows + 1, g_t, rows + 1 < end, dtype)
-            after = tl.cumsum(tl.where(i + 1 < C, g_next, 0.0), 0, reverse=True)[:, None]
-            u = tl.where(after == float("-inf"), 0.0, v)
-        if DECAY == "vector":
-            g = load_tile(g_ptr, rows, c, g_t, g_c, inside, c_in).to(dtype)
-            until = tl.cumsum(g, 0)
-            total = tl.sum(g, 0)[:, None]
-            g_next = load_tile(g_ptr, rows + 1, c, g_t, g_c, (rows + 1 < end) & (i + 1 < C), c_in).to(dtype)
-            after = tl.cumsum(g_next, 0, reverse=True)
-            bad = unusable(v)
+            g_next = load_line(g_ptr, rows + 1, g_t, (rows + 1 < end) & (i + 1 < C), dtype)
+            after = tl.cumsum(g_next, 0, reverse=True)[:, None]
         if DECAY != "none":
             bad += tl.sum(tl.where(total == total, 0, 1))
-            late = fade(k, after)
             s_next = fade(s, total)
         if t_ptr is not None:
-            if DECAY == "scalar":
-                read = fade(product(k, s, operand, PRECISION), until)
-            elif DECAY == "vector":
-                read = product(fade(k, until), s, operand, PRECISION)
+            if DECAY == "vector":
+                early_k = load_tile(early_k_ptr, rows, c, wide_k, 1, inside, c_in)
+                read = product(early_k, s, operand, PRECISION)
             else:
                 read = product(k, s, operand, PRECISION)
+            if DECAY == "scalar":
+                read = fade(read, tl.cumsum(g, 0)[:, None])
             r = load_line(beta_ptr, rows, beta_t, inside, dtype)[:, None] * (v - read)
             bad += unusable(r)
             t = tl.load(t_ptr + (chunk * HV + head) * (C * C) + square)
             u = product(t, r, operand, PRECISION)
-        s_next += product(tl.trans(late), u, operand, PRECISION)
+        late_u = u
+        if DECAY == "scalar":  # it may go to either side of the product: to this one, k stays as loaded
+            late_u = fade(u, after)
+        s_next += product(tl.trans(k), late_u, operand, PRECISION)
         if bad > 0:
             s_next = s
             for row in range(0, tl.minimum(end - first, C).to(tl.int32)):
@@ -289,8 +328,8 @@ def output_kernel(
     bad += unusable(v)
     if bad > 0:
         o = tl.zeros((C, BV), dtype)
-        for start in range(0, K, BK):
-            c = start + arange(BK)
+        for start in range(0, K, 16):  # narrow, so that this rare path does not cost registers
+            c = start + arange(16)
             c_in = c < K
             s = load_tile(states_ptr, c, x, V, 1, c_in, x_in)
             for row in range(0, count.to(tl.int32)):

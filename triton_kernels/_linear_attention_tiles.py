@@ -80,8 +80,14 @@ def product(a, b, operand: tl.constexpr, PRECISION: tl.constexpr):
 
 @triton.jit
 def fade(x, log_decay):
-    """x e^log_decay; 0 where the sum is -inf, whatever x holds."""
-    return tl.where(log_decay == float("-inf"), 0.0, x * tl.exp(log_decay))
+    """x e^log_decay; 0 where the sum is -inf, whatever x holds.
+
+    The select is spelled in bits: Triton 3.9 fails to move one-bit tensors between the layouts of operands.
+    """
+    y = x * tl.exp(log_decay)
+    bits: tl.constexpr = tl.int64 if y.dtype == tl.float64 else tl.int32
+    keep = tl.where(log_decay == float("-inf"), 0, -1).to(bits)
+    return (y.to(bits, bitcast=True) & keep).to(y.dtype, bitcast=True)
 
 
 @triton.jit

@@ -20,6 +20,7 @@ from ._linear_attention_backward import (
     values_kernel,
 )
 from ._linear_attention_forward import (
+    decays_kernel,
     output_kernel,
     scores_kernel,
     solve_kernel,
@@ -112,6 +113,8 @@ class Problem:
         self.blocks = b = BLOCKS[q.dtype]
         self.precision = "ieee" if torch.version.hip else b.precision
         chunk = max(16, min(chunk_size or b.chunk, b.largest))
+        if self.delta:  # a tile of C rows and all of K should not take more than 32 KiB
+            chunk = min(chunk, max(16, (1 << 15) // (_block(self.dk, 1 << 20) * b.operand.itemsize)))
         self.chunk = _block(self.tokens, chunk)
         self.sequence_table = self.chunk_table = None
         if cu_seqlens is None:
@@ -141,18 +144,18 @@ class Problem:
     def qkg(self) -> tuple[int, ...]:
         return (*self.q.stride(), *self.k.stride(), *_strides(self.g, 4))
 
+    def warps(self, count: int) -> int:
+        """An AMD warp has 64 lanes."""
+        return min(count, 4) if torch.version.hip else count
+
     @property
     def state_blocks(self) -> tuple[int, int, int]:
         """(BK, BV, warps) of the passes over chunks; the delta rule needs all of K in one program."""
         if not self.delta:
-            return (
-                _block(self.dk, self.blocks.k),
-                _block(self.dv, self.blocks.v),
-                8 if self.decay == "vector" else 4,
-            )
+            return _block(self.dk, self.blocks.k), _block(self.dv, self.blocks.v), 4
         bk = _block(self.dk, 1 << 20)
         wide = 256 if self.blocks.operand == torch.bfloat16 else 64
-        return bk, _block(self.dv, 32 if bk <= wide else 16), 4 if bk <= wide // 4 else 8
+        return bk, _block(self.dv, 32 if bk <= wide else 16), self.warps(4 if bk <= wide // 4 else 8)
 
     def scores(self) -> tuple[torch.Tensor | None, torch.Tensor | None]:
         """A and M under a vector decay."""
@@ -185,7 +188,24 @@ class Problem:
         )  # fmt: skip
         return a, m, t
 
-    def state_pass(self, t: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    def decays(self, backward: bool) -> tuple[torch.Tensor | None, ...]:
+        """Vector decay: Q and K decayed from the chunk's start, K to its end; the sum over the chunk."""
+        if self.decay != "vector":
+            return None, None, None, None
+        shape = self.batch, self.tokens, self.heads, self.dk
+        early_q = self.empty(*shape) if backward else None
+        early_k = self.empty(*shape) if self.delta else None
+        late_k = self.empty(*shape)
+        total = self.empty(self.chunks, self.heads, self.dk, dtype=self.work)
+        bk = _block(self.dk, self.blocks.k)
+        _launch(
+            decays_kernel, -(-self.dk // bk) * self.chunks * self.heads, self.q, self.k, self.g,
+            early_q, early_k, late_k, total, self.chunk_table,
+            self.tokens, self.heads, self.dk, self.gq, self.gg, *self.qkg, C=self.chunk, BK=bk,
+        )  # fmt: skip
+        return early_q, early_k, late_k, total
+
+    def state_pass(self, t, decays) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """The state before every chunk, U (v itself without the delta rule), the final states."""
         states = self.states()
         u = self.v if t is None else self.empty(*self.v.shape)
@@ -193,9 +213,9 @@ class Problem:
         bk, bv, warps = self.state_blocks
         programs = -(-self.dk // bk) * -(-self.dv // bv) * self.sequences * self.heads
         _launch(
-            state_kernel, programs, self.k, self.v, self.g, self.beta, t, self.initial, states, u, final,
-            self.sequence_table, self.tokens, self.heads, self.dk, self.dv, self.gq, self.gg, self.gb,
-            *self.k.stride(), *self.v.stride(), *_strides(self.g, 4), *_strides(self.beta, 3),
+            state_kernel, programs, self.k, self.v, self.g, self.beta, t, *decays[1:], self.initial, states,
+            u, final, self.sequence_table, self.tokens, self.heads, self.dk, self.dv, self.gq, self.gg,
+            self.gb, *self.k.stride(), *self.v.stride(), *_strides(self.g, 4), *_strides(self.beta, 3),
             *_strides(self.initial, 4),
             DECAY=self.decay, C=self.chunk, BK=bk, BV=bv, PRECISION=self.precision,
             warps=warps, stages=self.stages,
@@ -215,7 +235,7 @@ class Problem:
                 final if self.initial is None else final.copy_(self.initial)
             )
         a, _, t = self.prepare(backward=False)
-        states, u, final = self.state_pass(t)
+        states, u, final = self.state_pass(t, self.decays(backward=False))
         o = self.empty(*self.v.shape, dtype=self.q.dtype)
         bv = _block(self.dv, self.blocks.v)
         _launch(
@@ -236,12 +256,12 @@ class Problem:
             )
             return *zeros, None if grad_initial is None else grad_initial.copy_(grad_state)
         a, m, t = self.prepare(backward=True)
-        states, u, _ = self.state_pass(t)
-        grad_states, x, grad_v, grad_initial = self.state_backward_pass(a, t, grad_o, grad_state)
+        decays = self.decays(backward=True)
+        states, u, _ = self.state_pass(t, decays)
+        grad_states, x, grad_v, grad_initial = self.state_backward_pass(a, t, decays, grad_o, grad_state)
         if not self.delta:
             self.values(a, grad_o, grad_states, grad_v)
-        grads = self.channel_grads if self.decay == "vector" else self.scalar_grads
-        grad_q, grad_k, grad_g, grad_beta = grads(u, m, x, states, grad_o, grad_states)
+        grad_q, grad_k, grad_g, grad_beta = self.token_grads(u, m, x, states, grad_o, grad_states)
         return (
             _fold(grad_q, self.q),
             _fold(grad_k, self.k),
@@ -251,7 +271,7 @@ class Problem:
             None if grad_initial is None else grad_initial.to(self.initial.dtype),
         )
 
-    def state_backward_pass(self, a, t, grad_o, grad_state):
+    def state_backward_pass(self, a, t, decays, grad_o, grad_state):
         """The gradient of the state after every chunk, X and dV of the delta rule, of the initial state."""
         grad_states = self.states()
         grad_v = self.empty(*self.v.shape, dtype=self.v.dtype)
@@ -263,7 +283,7 @@ class Problem:
         programs = -(-self.dk // bk) * -(-self.dv // bv) * self.sequences * self.heads
         _launch(
             state_backward_kernel, programs, self.q, self.k, self.g, self.beta, t,
-            a if self.delta else None, grad_o, grad_state, grad_states, x, grad_v, grad_initial,
+            *decays, a if self.delta else None, grad_o, grad_state, grad_states, x, grad_v, grad_initial,
             self.sequence_table, self.scale, self.tokens, self.heads, self.dk, self.dv,
             self.gq, self.gg, self.gb, *self.qkg, *_strides(self.beta, 3), *grad_o.stride(),
             *grad_state.stride(),
@@ -282,54 +302,44 @@ class Problem:
             PRECISION=self.precision, stages=self.stages,
         )  # fmt: skip
 
-    def _grad_buffers(self, parts: int):
-        """dq and dk per value head, and `parts` shares of dbeta."""
-        dtype = self.q.dtype if self.gq == 1 else self.work
+    def token_grads(self, u, m, x, states, grad_o, grad_states):
+        """dq and dk per value head; dg and dbeta per value head, summed over the blocks of K."""
+        c, bv = self.chunk, _block(self.dv, self.blocks.v)
+        bk = _block(self.dk, self.blocks.k // 2 if self.delta else self.blocks.k)
+        blocks = -(-self.dk // bk)
         shape = self.batch, self.tokens, self.heads
-        grad_q, grad_k = (self.empty(*shape, self.dk, dtype=dtype) for _ in range(2))
-        grad_beta = self.empty(parts, *shape, dtype=self.work) if self.delta else None
-        return grad_q, grad_k, grad_beta
-
-    def scalar_grads(self, u, m, x, states, grad_o, grad_states):
-        bk = _block(self.dk, self.blocks.k)
-        blocks = -(-self.dk // bk)
-        grad_q, grad_k, grad_beta = self._grad_buffers(blocks)
-        shape = blocks, self.batch, self.tokens, self.heads
-        grad_g = None if self.g is None else self.empty(*shape, dtype=self.work)
-        _launch(
-            grads_kernel, blocks * self.chunks * self.heads, self.q, self.k, self.v, u, self.g, self.beta, m,
-            x, states, grad_o, grad_states, grad_q, grad_k, grad_g, grad_beta, self.chunk_table, self.scale,
-            self.tokens, self.heads, self.dk, self.dv, self.gq, self.gg, self.gb, self.batch * self.tokens,
-            *self.q.stride(), *self.k.stride(), *self.v.stride(), *u.stride(), *_strides(self.g, 4),
-            *_strides(self.beta, 3), *grad_o.stride(),
-            DECAY=self.decay, C=self.chunk, BK=bk, BV=_block(self.dv, self.blocks.v),
-            PRECISION=self.precision, stages=self.stages, warps=8,
-        )  # fmt: skip
-        return grad_q, grad_k, _total(grad_g), _total(grad_beta)
-
-    def channel_grads(self, u, m, x, states, grad_o, grad_states):
-        c, bk, bv = self.chunk, _block(self.dk, self.blocks.k), _block(self.dv, self.blocks.v)
-        blocks = -(-self.dk // bk)
-        grad_q, grad_k, grad_beta = self._grad_buffers(1 + blocks)
         grad_a, grad_m = self.square(), self.square() if self.delta else None
+        grad_q, grad_k = (
+            self.empty(*shape, self.dk, dtype=self.q.dtype if self.gq == 1 else self.work) for _ in range(2)
+        )
+        grad_beta = self.empty(1 + blocks, *shape, dtype=self.work) if self.delta else None
+        strides = *_strides(self.beta, 3), *grad_o.stride()
         _launch(
-            grad_scores_kernel, self.chunks * self.heads, self.v, u, self.beta, m, x, grad_o, grad_a, grad_m,
-            grad_beta, self.chunk_table, self.scale, self.tokens, self.heads, self.dv, self.gb,
-            *self.v.stride(), *u.stride(), *_strides(self.beta, 3), *grad_o.stride(),
-            C=c, BV=bv, PRECISION=self.precision, stages=self.stages,
+            grad_scores_kernel, self.chunks * self.heads, self.v, u, self.g, self.beta, m, x, grad_o, grad_a,
+            grad_m, grad_beta, self.chunk_table, self.scale, self.tokens, self.heads, self.dv, self.gg,
+            self.gb, *self.v.stride(), *u.stride(), *_strides(self.g, 4)[:3], *strides,
+            DECAY=self.decay, C=c, BV=bv, PRECISION=self.precision, stages=self.stages,
         )  # fmt: skip
-        shape = self.batch, self.tokens, self.heads, self.dk
-        both, ends, grad_g = (self.empty(*shape, dtype=self.work) for _ in range(3))
+        programs = blocks * self.chunks * self.heads
+        inputs = self.q, self.k, u, self.g, self.beta, x, states, grad_o, grad_states, grad_a, grad_m
+        sizes = self.tokens, self.heads, self.dk, self.dv, self.gq, self.gg, self.gb, self.batch * self.tokens
+        strides = *self.q.stride(), *self.k.stride(), *u.stride(), *_strides(self.g, 4), *strides
+        if self.decay != "vector":
+            grad_g = None if self.g is None else self.empty(blocks, *shape, dtype=self.work)
+            _launch(
+                grads_kernel, programs, *inputs, grad_q, grad_k, grad_g, grad_beta, self.chunk_table,
+                self.scale, *sizes, *strides,
+                DECAY=self.decay, C=c, BK=bk, BV=bv, PRECISION=self.precision, stages=self.stages,
+                warps=self.warps(8),
+            )  # fmt: skip
+            return grad_q, grad_k, _total(grad_g), _total(grad_beta)
+        both, ends, grad_g = (self.empty(*shape, self.dk, dtype=self.work) for _ in range(3))
         _launch(
-            channel_grads_kernel, blocks * (c // 16) * self.chunks * self.heads, self.q, self.k, u, self.g,
-            self.beta, x, states, grad_o, grad_states, grad_a, grad_m, grad_q, grad_k, both, ends, grad_beta,
-            self.chunk_table, self.scale, self.tokens, self.heads, self.dk, self.dv, self.gq, self.gg,
-            self.gb, self.batch * self.tokens, *self.q.stride(), *self.k.stride(), *u.stride(), *self.g.stride(),
-            *_strides(self.beta, 3), *grad_o.stride(),
-            C=c, BK=bk, BV=bv, PRECISION=self.precision,
+            channel_grads_kernel, programs * (c // 16), *inputs, grad_q, grad_k, both, ends, grad_beta,
+            self.chunk_table, self.scale, *sizes, *strides, C=c, BK=bk, BV=bv, PRECISION=self.precision,
         )  # fmt: skip
         _launch(
-            gate_kernel, blocks * self.chunks * self.heads, self.g, both, ends, states, grad_states, grad_g,
+            gate_kernel, programs, self.g, both, ends, states, grad_states, grad_g,
             self.chunk_table, self.tokens, self.heads, self.dk, self.dv, self.gg, *self.g.stride(),
             C=c, BK=bk, BV=bv,
         )  # fmt: skip
