@@ -236,7 +236,7 @@ REFUSED = [
     ("chunk_kda", (Q, Q[..., 0]), {"use_gate_in_kernel": True}, ValueError, "A_log"),
     ("chunk_kda", (Q, Q[..., 0]), {"allow_neg_eigval": True}, ValueError, "allow_neg_eigval"),
     ("fused_recurrent_gated_delta_rule", (), {"use_gate_in_kernel": True}, ValueError, "g must be given"),
-    ("chunk_gla", (Q[..., :2],), {}, ValueError, "g must have K = 3"),
+    ("chunk_gla", (Q[..., :2],), {}, ValueError, r"g must be \(1, 2, 2, 3\), got"),
 ]
 
 

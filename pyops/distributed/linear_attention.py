@@ -86,7 +86,7 @@ def linear_attention(
         return o, final
     op._check_tokens(q, k, v, "[B, T, {}, {}]")
     g = op._gate(g, q, v)
-    op._check_per_head("beta", beta, q, v)
+    op._check_beta(beta, q, v)
     if initial_state is not None:
         shape = (q.shape[0], v.shape[2], q.shape[3], v.shape[3])
         op._check_state("initial_state", initial_state, shape, q)

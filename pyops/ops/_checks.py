@@ -43,6 +43,11 @@ def number(name: str, value: Any) -> float:
     return float(value)
 
 
+def boolean(name: str, value: Any) -> None:
+    if not isinstance(value, bool):
+        raise TypeError(f"{name} must be a bool, got {value!r}")
+
+
 def nonnegative(name: str, value: Any) -> float:
     value = number(name, value)
     if not 0.0 <= value < math.inf:

@@ -108,10 +108,9 @@ def linear_attention(
     batch, length, _, key_dim = q.shape
     values = v.shape[2]
     g = _gate(g, q, v)
-    _check_per_head("beta", beta, q, v)
-    for name, value in (("output_final_state", output_final_state), ("normalize", normalize)):
-        if not isinstance(value, bool):
-            raise TypeError(f"{name} must be a bool, got {value!r}")
+    _check_beta(beta, q, v)
+    checks.boolean("output_final_state", output_final_state)
+    checks.boolean("normalize", normalize)
     if normalize and beta is not None:
         raise ValueError("normalize must be False with beta, got True")
     count = _sequences(cu_seqlens, q)
@@ -172,8 +171,9 @@ def linear_attention_step(
     _check_tokens(q, k, v, "[B, {}, {}]")
     batch, _, key_dim = q.shape
     g = _gate(g, q, v)
-    _check_per_head("beta", beta, q, v)
+    _check_beta(beta, q, v)
     _check_state("state", state, (batch, v.shape[1], key_dim, v.shape[2]), q)
+    checks.boolean("inplace", inplace)
     factor = _scale(scale, key_dim)
     if not inplace:
         token = [None if t is None else t.unsqueeze(1) for t in (q, k, v, g, beta)]
@@ -227,38 +227,34 @@ def _check_tokens(q: Any, k: Any, v: Any, layout: str) -> None:
         )
 
 
-def _check_per_head(name: str, t: Any, q: Tensor, v: Tensor) -> None:
-    """beta, or g with a scalar per head: the leading dimensions of q, with q's heads or v's."""
-    if t is None:
-        return
-    wanted = ", ".join("BT"[: q.ndim - 2])
-    _check_tensor(name, t, q)
-    _check_ndim(name, t, (q.ndim - 1,), f"[{wanted}, H] or [{wanted}, HV]")
-    if t.shape[:-1] != q.shape[:-2] or t.shape[-1] not in (q.shape[-2], v.shape[-2]):
-        raise ValueError(
-            f"{name} must be {(*q.shape[:-2], v.shape[-2])} or {(*q.shape[:-1],)}, got shape {tuple(t.shape)}"
-        )
+def _check_heads(name: str, t: Tensor, q: Tensor, v: Tensor, *channels: int) -> None:
+    """t must have the leading dimensions of q, and q's heads or v's."""
+    few, many = ((*q.shape[:-2], heads, *channels) for heads in (q.shape[-2], v.shape[-2]))
+    if tuple(t.shape) != few and tuple(t.shape) != many:
+        wanted = f"{tuple(few)}" if few == many else f"{tuple(few)} or {tuple(many)}"
+        raise ValueError(f"{name} must be {wanted}, got shape {tuple(t.shape)}")
+
+
+def _check_beta(beta: Any, q: Tensor, v: Tensor) -> None:
+    if beta is not None:
+        _check_tensor("beta", beta, q)
+        _check_heads("beta", beta, q, v)
 
 
 def _gate(g: Any, q: Tensor, v: Tensor) -> Tensor | None:
     """g as [B, T, heads] or [B, T, heads, K] (without T for one token)."""
     if g is None:
         return None
-    wanted = ", ".join("BT"[: q.ndim - 2])
     _check_tensor("g", g, q)
-    _check_ndim("g", g, (1, q.ndim - 1, q.ndim), f"[H], [{wanted}, H] or [{wanted}, H, K], or HV for H")
-    if g.ndim == q.ndim:
-        if g.shape[-1] != q.shape[-1]:
-            raise ValueError(f"g must have K = {q.shape[-1]} decays per head, got shape {tuple(g.shape)}")
-        _check_per_head("g", g[..., 0] if g.shape[-1] else g.sum(-1), q, v)
-        return g
-    if g.ndim == 1:
-        if g.shape[0] not in (q.shape[-2], v.shape[-2]):
-            raise ValueError(
-                f"g must have {q.shape[-2]} or {v.shape[-2]} heads, H or HV, got shape {tuple(g.shape)}"
-            )
-        g = g.expand(*q.shape[:-2], g.shape[0])
-    _check_per_head("g", g, q, v)
+    if g.ndim == 1 and g.shape[0] in (q.shape[-2], v.shape[-2]):
+        return g.expand(*q.shape[:-2], g.shape[0])
+    if g.ndim in (0, 1) or g.ndim not in (q.ndim - 1, q.ndim):
+        lead = ", ".join("BT"[: q.ndim - 2])
+        wanted = f"[H], [{lead}, H] or [{lead}, H, K], each with H or HV for H"
+        raise ValueError(
+            f"g must be {wanted}, where H = {q.shape[-2]} and HV = {v.shape[-2]}, got shape {tuple(g.shape)}"
+        )
+    _check_heads("g", g, q, v, *q.shape[-1:] * (g.ndim == q.ndim))
     return g
 
 
@@ -362,11 +358,15 @@ def _folded(info, in_dims, tensors, cu_seqlens):
     ]
 
 
+def _unfolded(info, t):
+    return t.unflatten(0, (info.batch_size, t.shape[0] // info.batch_size))
+
+
 def _vmap(info, in_dims, *args):
     *tensors, cu_seqlens, scale, chunk_size = args
     folded = _folded(info, in_dims, tensors, cu_seqlens)
     results = torch.ops.pyops.linear_attention(*folded, None, scale, chunk_size)
-    return tuple(r.unflatten(0, (info.batch_size, -1)) for r in results), (0, 0)
+    return tuple(_unfolded(info, r) for r in results), (0, 0)
 
 
 def _backward_vmap(info, in_dims, *args):
@@ -374,9 +374,7 @@ def _backward_vmap(info, in_dims, *args):
     folded = _folded(info, in_dims, tensors, cu_seqlens)
     grads = torch.ops.pyops.linear_attention_backward(*folded, None, scale, chunk_size)
     given = [t is not None for t in tensors[2:]]
-    unfolded = [
-        r.unflatten(0, (info.batch_size, -1)) if there else r for r, there in zip(grads, given, strict=True)
-    ]
+    unfolded = [_unfolded(info, r) if there else r for r, there in zip(grads, given, strict=True)]
     return tuple(unfolded), tuple(0 if there else None for there in given)
 
 
