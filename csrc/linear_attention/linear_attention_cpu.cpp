@@ -1,0 +1,317 @@
+// CPU kernel of the linear attention recurrence: work distribution, the walk over chunks, and the single step. The
+// mathematics of a chunk is in linear_attention_chunk.h.
+//
+// A thread takes a sequence and a few neighbouring heads, whose rows lie side by side in memory, and walks the chunks:
+// the states stay in its cache, every input is read once and every output written once. The backward pass first walks
+// forward and keeps the state before each chunk, then walks back. All rows are packed into contiguous scratch first:
+// the tensors' rows are often 4 KB apart, which would put a chunk's rows into the same few sets of the L1 cache.
+//
+// Bytes: forward q, k, v, o and the gates once; backward q, k, v, do and the gates twice or once, dq, dk, dv once, and
+// 4 K V T / c for the states (8 in float64).
+#include <omp.h>
+
+#include <algorithm>
+#include <atomic>
+
+#include "common/arena.h"
+#include "linear_attention/linear_attention_chunk.h"
+
+namespace pyops::PYOPS_ISA {
+namespace {
+
+template <class Type>
+class VectorProducts {
+  public:
+    using Scalar = Type;
+    VectorProducts(int64_t, int64_t, int64_t, Pieces&) {}
+    void multiply(int64_t m, int64_t n, int64_t k, const typename SmallGemm<Type>::Operands& o) {
+        SmallGemm<Type>::multiply(m, n, k, o);
+    }
+};
+
+// A sequence and a range of value heads.
+struct Unit {
+    int64_t sequence, batch, start, length, first_head, last_head;
+};
+
+class Units {
+  public:
+    // Ranges hold whole groups of `group` heads, at most `most` heads, and give every thread a few units if they can.
+    Units(const LinearAttention& p, int64_t group, int64_t most, int threads) : p_(p) {
+        const int64_t groups = p.value_heads / group;
+        const int64_t wanted = std::max<int64_t>(1, p.sequences * groups / (2 * threads));
+        heads_ = std::min(wanted, std::max<int64_t>(1, most / group)) * group;
+        ranges_ = (p.value_heads + heads_ - 1) / heads_;
+    }
+    int64_t count() const { return p_.sequences * ranges_; }
+    int64_t heads() const { return heads_; }
+    Unit operator[](int64_t i) const {
+        const int64_t n = i / ranges_, first = i % ranges_ * heads_;
+        const int64_t start = p_.starts ? p_.starts[n] : 0, end = p_.starts ? p_.starts[n + 1] : p_.length;
+        return {n, p_.starts ? 0 : n, start, end - start, first, std::min(first + heads_, p_.value_heads)};
+    }
+    int64_t longest() const {
+        int64_t longest = p_.length;
+        if (p_.starts) {
+            longest = 0;
+            for (int64_t n = 0; n < p_.sequences; ++n) longest = std::max(longest, p_.starts[n + 1] - p_.starts[n]);
+        }
+        return longest;
+    }
+
+  private:
+    const LinearAttention& p_;
+    int64_t heads_, ranges_;
+};
+
+// Calls work(unit, scratch) for every unit, on threads that each own `bytes` of scratch.
+template <class F>
+void for_units(const Units& units, int64_t bytes, int threads, const F& work) {
+    const int64_t count = units.count();
+    if (count == 0) return;
+    threads = static_cast<int>(std::min<int64_t>(threads, count));
+    bytes = padded(bytes, 4096) + 64 * 5;  // threads' scratch starts at different sets of the caches
+    Arena arena(bytes * threads);
+    std::atomic<int64_t> next{0};
+    const auto run = [&](char* scratch) {
+        const FlushToZero flush;
+        for (int64_t i; (i = next.fetch_add(1)) < count;) work(units[i], scratch);
+    };
+    if (threads == 1) return run(arena.data());
+#pragma omp parallel num_threads(threads)
+    run(arena.data() + omp_get_thread_num() * bytes);
+}
+
+template <class T>
+void read_state(const AttentionView& x, int64_t sequence, int64_t head, int64_t keys, int64_t values, T* state,
+                int64_t rows, int64_t ld) {
+    if (x.data)
+        read_rows<T>(x, sequence * x.batch + head * x.head, x.row, keys, values, T(1), state, ld);
+    else
+        keys = 0;
+    std::fill(state + keys * ld, state + rows * ld, T(0));
+}
+
+template <class T>
+void write_state(const AttentionView& x, int64_t sequence, int64_t head, int64_t keys, int64_t values, const T* state,
+                 int64_t ld) {
+    if (x.data) write_rows<T>(x, sequence * x.batch + head * x.head, x.row, keys, values, state, ld);
+}
+
+template <class C>
+struct Walk {
+    using T = typename C::T;
+
+    static int64_t chunk_size(const LinearAttention& p) {
+        return p.chunk == 0 ? 32 : std::clamp<int64_t>(p.chunk, 16, 128);
+    }
+
+    // One chunk forward; `finite` says whether the state is, and is kept up.
+    static void step(C& chunk, const Place& at, int64_t count, T* state, bool& finite, bool wants_output) {
+        if (chunk.load(at, count) && finite) {
+            chunk.prepare();
+            chunk.solve(state);
+            if (wants_output) {
+                chunk.scores();
+                chunk.output(state);
+            }
+            chunk.advance(state);
+        } else {
+            chunk.recurrent(state);
+        }
+        finite = all_finite(state, chunk.state_size());
+    }
+
+    static void forward(const LinearAttention& p, const AttentionView& o, const AttentionView& final_state,
+                        int threads) {
+        const int64_t size = chunk_size(p);
+        const Units units(p, 1, 4, threads);
+        Pieces count(nullptr);
+        const C probe(p, size, false, count);
+        const int64_t state_size = probe.state_size(), ld = probe.state_ld(), rows = probe.state_rows();
+        count.take<T>(state_size * units.heads());
+        count.take<bool>(units.heads());
+        for_units(units, count.used(), threads, [&](const Unit& unit, char* scratch) {
+            Pieces pieces(scratch);
+            C chunk(p, size, false, pieces);
+            T* states = pieces.take<T>(state_size * units.heads());
+            bool* finite = pieces.take<bool>(units.heads());
+            for (int64_t h = unit.first_head; h < unit.last_head; ++h) {
+                T* state = states + (h - unit.first_head) * state_size;
+                read_state(p.initial_state, unit.sequence, h, p.key_dim, p.value_dim, state, rows, ld);
+                finite[h - unit.first_head] = all_finite(state, state_size);
+            }
+            for (int64_t t = 0; t < unit.length; t += size)
+                for (int64_t h = unit.first_head; h < unit.last_head; ++h) {
+                    const Place at{unit.batch, unit.start + t, h};
+                    const int64_t i = h - unit.first_head;
+                    step(chunk, at, std::min(size, unit.length - t), states + i * state_size, finite[i], true);
+                    chunk.write_output(o, at);
+                }
+            for (int64_t h = unit.first_head; h < unit.last_head; ++h)
+                write_state(final_state, unit.sequence, h, p.key_dim, p.value_dim,
+                            states + (h - unit.first_head) * state_size, ld);
+        });
+    }
+
+    static void backward(const LinearAttention& p, const LinearAttentionGradients& d, int threads) {
+        const int64_t size = chunk_size(p);
+        const Units units(p, p.q_group, 1, threads);
+        const int64_t chunks = (units.longest() + size - 1) / size;
+        Pieces count(nullptr);
+        const C probe(p, size, true, count);
+        const int64_t state_size = probe.state_size(), ld = probe.state_ld(), rows = probe.state_rows();
+        count.take<T>(state_size * (chunks + 2) * units.heads());
+        for_units(units, count.used(), threads, [&](const Unit& unit, char* scratch) {
+            Pieces pieces(scratch);
+            C chunk(p, size, true, pieces);
+            const int64_t heads = unit.last_head - unit.first_head;
+            T* dstates = pieces.take<T>(state_size * units.heads());
+            T* states = pieces.take<T>(state_size * (chunks + 1) * units.heads());
+            const auto state_of = [&](int64_t head, int64_t c) {
+                return states + (head * (chunks + 1) + c) * state_size;
+            };
+            const int64_t used = (unit.length + size - 1) / size;
+            for (int64_t i = 0; i < heads; ++i) {
+                const int64_t h = unit.first_head + i;
+                read_state(p.initial_state, unit.sequence, h, p.key_dim, p.value_dim, state_of(i, 0), rows, ld);
+                read_state(d.state, unit.sequence, h, p.key_dim, p.value_dim, dstates + i * state_size, rows, ld);
+                bool finite = all_finite(state_of(i, 0), state_size);
+                for (int64_t c = 0; c + 1 < used; ++c) {
+                    std::copy_n(state_of(i, c), state_size, state_of(i, c + 1));
+                    step(chunk, {unit.batch, unit.start + c * size, h}, size, state_of(i, c + 1), finite, false);
+                }
+            }
+            for (int64_t c = used - 1; c >= 0; --c) {
+                const int64_t t = unit.start + c * size, tokens = std::min(size, unit.length - c * size);
+                for (int64_t i = 0; i < heads; ++i) {
+                    const int64_t h = unit.first_head + i;
+                    const Place at{unit.batch, t, h};
+                    chunk.load(at, tokens);
+                    chunk.prepare();
+                    if (h % p.q_group == 0) chunk.clear_keys();
+                    if (h % p.gate_group == 0) chunk.clear_gates();
+                    if (h % p.beta_group == 0) chunk.clear_beta();
+                    chunk.backward(d, at, state_of(i, c), dstates + i * state_size);
+                    if ((h + 1) % p.q_group == 0) chunk.write_keys(d, at);
+                    if ((h + 1) % p.gate_group == 0) chunk.write_gates(d, at);
+                    if ((h + 1) % p.beta_group == 0) chunk.write_beta(d, at);
+                }
+            }
+            for (int64_t i = 0; i < heads; ++i)
+                write_state(d.initial_state, unit.sequence, unit.first_head + i, p.key_dim, p.value_dim,
+                            dstates + i * state_size, ld);
+        });
+    }
+};
+
+// Calls f with a null pointer to the chunk class of the problem's form.
+template <class E, class F>
+void with_form(const LinearAttention& p, const F& f) {
+    const auto with_gate = [&]<Gate G>() {
+        if (p.delta)
+            f(static_cast<Chunk<E, G, true>*>(nullptr));
+        else
+            f(static_cast<Chunk<E, G, false>*>(nullptr));
+    };
+    switch (p.gate) {
+        case Gate::None: return with_gate.template operator()<Gate::None>();
+        case Gate::Scalar: return with_gate.template operator()<Gate::Scalar>();
+        case Gate::Vector: return with_gate.template operator()<Gate::Vector>();
+    }
+}
+
+// S <- Diag(a) S + k^T u and o = q S, in one pass over S (the delta rule reads it once more, from cache). State rows
+// are `ld` apart; a, k, q have K entries, v has V, which the delta rule turns into u.
+template <class T>
+void step_state(int64_t keys, int64_t values, const T* q, const T* k, const T* a, const T* beta, T* __restrict v,
+                T* __restrict state, int64_t ld, T* __restrict o) {
+    if (beta) {
+        for (int64_t j = 0; j < values; ++j) o[j] = 0;
+        for (int64_t r = 0; r < keys; ++r) {
+            const T* __restrict s = state + r * ld;
+            const T factor = a[r] * k[r];
+            if (a[r] != 0)
+                for (int64_t j = 0; j < values; ++j) o[j] += factor * s[j];
+        }
+        for (int64_t j = 0; j < values; ++j) v[j] = *beta * (v[j] - o[j]);
+    }
+    for (int64_t j = 0; j < values; ++j) o[j] = 0;
+    for (int64_t r = 0; r < keys; ++r) {
+        T* __restrict s = state + r * ld;
+        const T ar = a[r], kr = k[r], qr = q[r];
+        if (ar != 0)
+            for (int64_t j = 0; j < values; ++j) {
+                s[j] = ar * s[j] + kr * v[j];
+                o[j] += qr * s[j];
+            }
+        else
+            for (int64_t j = 0; j < values; ++j) {
+                s[j] = kr * v[j];
+                o[j] += qr * s[j];
+            }
+    }
+}
+
+template <class T>
+void step_all(const LinearAttention& p, const AttentionView& out, int threads) {
+    const int64_t keys = p.key_dim, values = p.value_dim;
+    Pieces count(nullptr);
+    for (int64_t size : {keys, keys, keys, values, values, keys * values, int64_t{1}}) count.take<T>(size);
+    const Units units(p, 1, 4, threads);
+    for_units(units, count.used(), threads, [&](const Unit& unit, char* scratch) {
+        Pieces pieces(scratch);
+        T *q = pieces.take<T>(keys), *k = pieces.take<T>(keys), *a = pieces.take<T>(keys);
+        T *v = pieces.take<T>(values), *o = pieces.take<T>(values), *copy = pieces.take<T>(keys * values);
+        T* beta = pieces.take<T>(1);
+        for (int64_t h = unit.first_head; h < unit.last_head; ++h) {
+            const auto row = [&](const AttentionView& x, int64_t head, int64_t size, T factor, T* to) {
+                read_rows<T>(x, offset_of(x, {unit.batch, 0, head}), 0, 1, size, factor, to, size);
+            };
+            row(p.q, h / p.q_group, keys, static_cast<T>(p.scale), q);
+            row(p.k, h / p.q_group, keys, T(1), k);
+            row(p.v, h, values, T(1), v);
+            const AttentionView& x = p.initial_state;
+            if (p.gate != Gate::None) {
+                row(p.g, h / p.gate_group, p.gate == Gate::Vector ? keys : 1, T(1), a);
+                for (int64_t r = 0; r < (p.gate == Gate::Vector ? keys : 1); ++r) a[r] = exp_of(a[r]);
+            } else {
+                a[0] = 1;
+            }
+            if (p.gate != Gate::Vector) std::fill(a, a + keys, a[0]);
+            if (p.delta) row(p.beta, h / p.beta_group, 1, T(1), beta);
+            const bool direct = x.last == 1;
+            T* state = direct ? static_cast<T*>(x.data) + unit.sequence * x.batch + h * x.head : copy;
+            const int64_t ld = direct ? x.row : values;
+            if (!direct) read_state<T>(x, unit.sequence, h, keys, values, state, keys, ld);
+            step_state<T>(keys, values, q, k, a, p.delta ? beta : nullptr, v, state, ld, o);
+            if (!direct) write_state<T>(x, unit.sequence, h, keys, values, state, ld);
+            write_rows<T>(out, offset_of(out, {unit.batch, 0, h}), 0, 1, values, o, values);
+        }
+    });
+}
+
+template <class F>
+void with_chunk(const LinearAttention& p, const F& f) {
+    if (p.q.dtype == DType::F64) return with_form<VectorProducts<double>>(p, f);
+    return with_form<VectorProducts<float>>(p, f);
+}
+
+}  // namespace
+
+void linear_attention(const LinearAttention& problem, const AttentionView& o, const AttentionView& state, int threads) {
+    with_chunk(problem,
+               [&](auto* chunk) { Walk<std::remove_pointer_t<decltype(chunk)>>::forward(problem, o, state, threads); });
+}
+
+void linear_attention_backward(const LinearAttention& problem, const LinearAttentionGradients& gradients, int threads) {
+    with_chunk(problem, [&](auto* chunk) {
+        Walk<std::remove_pointer_t<decltype(chunk)>>::backward(problem, gradients, threads);
+    });
+}
+
+void linear_attention_step(const LinearAttention& problem, const AttentionView& o, int threads) {
+    problem.q.dtype == DType::F64 ? step_all<double>(problem, o, threads) : step_all<float>(problem, o, threads);
+}
+
+}  // namespace pyops::PYOPS_ISA

@@ -1,0 +1,130 @@
+// Rows of strided tensors of any dtype, to and from zero-padded scratch memory; scratch memory itself.
+#pragma once
+
+#include <cstdint>
+#include <type_traits>
+
+#include "common/lines.h"
+#include "common/small_gemm.h"
+#include "linear_attention/linear_attention.h"
+
+#if defined(__x86_64__)
+#include <immintrin.h>
+#endif
+
+namespace pyops::PYOPS_ISA {
+
+// Products of decays pass through the subnormal range on their way to zero, where every operation would trap into
+// microcode: results below the normal range are flushed to zero while this lives.
+class FlushToZero {
+  public:
+#if defined(__x86_64__)
+    FlushToZero() : saved_(_mm_getcsr()) { _mm_setcsr(saved_ | 0x8000); }
+    ~FlushToZero() { _mm_setcsr(saved_); }
+
+  private:
+    unsigned saved_;
+#else
+    FlushToZero() {}
+#endif
+};
+
+// Hands out 64-byte aligned pieces of an arena; with a null arena it only counts.
+class Pieces {
+  public:
+    explicit Pieces(char* start) : start_(start) {}
+    template <class T>
+    T* take(int64_t count) {
+        char* piece = start_ + used_;
+        used_ += (count * static_cast<int64_t>(sizeof(T)) + 63) / 64 * 64;
+        return reinterpret_cast<T*>(piece);
+    }
+    int64_t used() const { return used_; }
+
+  private:
+    char* start_;
+    int64_t used_ = 0;
+};
+
+inline int64_t padded(int64_t count, int64_t unit) { return (count + unit - 1) / unit * unit; }
+
+// Where rows of a [batch, time, head, last] tensor begin: token t of batch entry b, one head.
+struct Place {
+    int64_t batch, time, head;
+};
+
+inline int64_t offset_of(const AttentionView& x, const Place& at) {
+    return at.batch * x.batch + at.time * x.time + at.head * x.head;
+}
+
+// out[i][0 .. size) = factor x[i], zeros up to `ld`, for `count` rows `stride` elements apart.
+template <class T>
+inline void read_rows(const AttentionView& x, int64_t offset, int64_t stride, int64_t count, int64_t size, T factor,
+                      T* __restrict out, int64_t ld) {
+    with_type(x.dtype, [&](auto* tag) {
+        using Element = std::remove_pointer_t<decltype(tag)>;
+        const auto* row = static_cast<const Element*>(x.data) + offset;
+        for (int64_t i = 0; i < count; ++i, row += stride, out += ld) {
+            const Element* __restrict p = row;
+            if (x.last == 1)
+                for (int64_t j = 0; j < size; ++j) out[j] = factor * static_cast<T>(widen(p[j]));
+            else
+                for (int64_t j = 0; j < size; ++j) out[j] = factor * static_cast<T>(widen(p[j * x.last]));
+            for (int64_t j = size; j < ld; ++j) out[j] = 0;
+        }
+    });
+}
+
+template <class T>
+inline void write_rows(const AttentionView& x, int64_t offset, int64_t stride, int64_t count, int64_t size,
+                       const T* __restrict in, int64_t ld) {
+    with_type(x.dtype, [&](auto* tag) {
+        auto* row = static_cast<decltype(tag)>(x.data) + offset;
+        for (int64_t i = 0; i < count; ++i, row += stride, in += ld) {
+            auto* __restrict p = row;
+            if (x.last == 1)
+                for (int64_t j = 0; j < size; ++j) narrow(in[j], p[j]);
+            else
+                for (int64_t j = 0; j < size; ++j) narrow(in[j], p[j * x.last]);
+        }
+    });
+}
+
+template <class T>
+inline bool all_finite(const T* x, int64_t count) {
+    using Bits = std::conditional_t<sizeof(T) == 4, uint32_t, uint64_t>;
+    constexpr Bits exponent = sizeof(T) == 4 ? Bits{0x7f800000u} : static_cast<Bits>(0x7ff0000000000000ull);
+    Bits bad = 0;
+    for (int64_t i = 0; i < count; ++i) bad |= (__builtin_bit_cast(Bits, x[i]) & exponent) == exponent;
+    return bad == 0;
+}
+
+// The sum of a vector's lanes, in a fixed order.
+template <class T>
+inline T sum_of_lanes(typename Gemm<T>::Vector v) {
+    T lanes[Gemm<T>::kLanes];
+    __builtin_memcpy(lanes, &v, sizeof(v));
+    for (int width = Gemm<T>::kLanes / 2; width > 0; width /= 2)
+        for (int l = 0; l < width; ++l) lanes[l] += lanes[l + width];
+    return lanes[0];
+}
+
+// Lane l of the result is the sum of the lanes of v[l].
+template <class T>
+inline typename Gemm<T>::Vector sums_of_lanes(typename Gemm<T>::Vector (&v)[Gemm<T>::kLanes]) {
+    constexpr int kLanes = Gemm<T>::kLanes;
+    const auto halve = [&]<int step>() __attribute__((always_inline)) {
+#pragma GCC unroll 16
+        for (int i = 0; i < kLanes; i += 2 * step) {
+            Transpose<T>::template exchange<step>(v[i], v[i + step]);
+            v[i] += v[i + step];
+        }
+    };
+    halve.template operator()<1>();
+    if constexpr (kLanes > 2) halve.template operator()<2>();
+    if constexpr (kLanes > 4) halve.template operator()<4>();
+    if constexpr (kLanes > 8) halve.template operator()<8>();
+    return v[0];
+}
+
+}  // namespace pyops::PYOPS_ISA
