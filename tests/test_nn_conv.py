@@ -36,15 +36,16 @@ def test_is_a_padded_depthwise_convolution(taps, bias, activation, length):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_dtypes(dtype):
+@pytest.mark.parametrize("length", [1, 33])
+def test_dtypes(dtype, length):
     conv = layer(16, bias=True, dtype=dtype)
-    x, state = torch.randn(2, 33, 16, dtype=dtype), torch.randn(2, 3, 16, dtype=dtype)
+    x, state = torch.randn(2, length, 16, dtype=dtype), torch.randn(2, 3, 16, dtype=dtype)
     y, after = conv(x, state)
     wanted, _ = conv.double()(x.double(), state.double())
     assert y.dtype == after.dtype == dtype
     bound = 4 * torch.finfo(dtype).eps
     torch.testing.assert_close(y.double(), wanted, rtol=bound, atol=bound)
-    assert torch.equal(after, x[:, -3:])
+    assert torch.equal(after, torch.cat([state, x], 1)[:, -3:])
 
 
 @given(st.integers(1, 5), st.lists(st.integers(0, 6), min_size=1, max_size=5))
@@ -118,9 +119,10 @@ def test_the_state_is_its_own_memory():
 
 def test_autocast_and_the_dtype_of_the_state():
     conv = ShortConvolution(8)
-    with torch.autocast("cpu", torch.bfloat16):
-        y, state = conv(torch.randn(1, 5, 8, dtype=torch.bfloat16))
-    assert y.dtype == state.dtype == torch.bfloat16
+    for length in (1, 5):
+        with torch.autocast("cpu", torch.bfloat16):
+            y, state = conv(torch.randn(1, length, 8, dtype=torch.bfloat16))
+        assert y.dtype == state.dtype == torch.bfloat16
     assert conv(torch.randn(1, 5, 8), state)[0].dtype == torch.float32
 
 
