@@ -1,10 +1,10 @@
 // Products of small row-major matrices that lie in cache: float32 and float64, on the widest vectors there are.
 //
-//   C = A B + r C        A(i, k) = a[i ai + k ak] (so a transpose costs nothing), B and C with contiguous rows
+//   C = A B + r D        A(i, k) = a[i ai + k ak] (so a transpose costs nothing), B and C with contiguous rows
 //
 // Columns of B and C are counted in whole vectors: whoever packs an operand pads its rows with zeros. A tile of kMr x 2
 // vectors is accumulated in registers: per k it costs 2 kMr FMAs against kMr + 2 loads, so two FMA ports stay busy.
-// Sums run over k in order, from zero; r C is added last. A result thus does not depend on how rows are tiled.
+// Sums run over k in order, from zero; r D is added last. A result thus does not depend on how rows are tiled.
 #pragma once
 
 #include <algorithm>
@@ -38,24 +38,29 @@ struct SmallGemm {
         int64_t ldb;
         T* c;
         int64_t ldc;
-        const T* r = nullptr;  // r(i) = r[i * r_step]; null: C is overwritten
+        const T* r = nullptr;  // r(i) = r[i * r_step]; null: no D
         int64_t r_step = 0;
         Shape shape = Shape::Full;
+        const T* add = nullptr;  // D, with C's leading dimension; null: C itself
     };
 
-    // m x n x k; n is a multiple of kLanes.
-    static void multiply(int64_t m, int64_t n, int64_t k, const Operands& o) {
+    // m x n x k; n is a multiple of kLanes. Calls between() before each tile.
+    template <class F>
+    static void multiply(int64_t m, int64_t n, int64_t k, const Operands& o, const F& between) {
         int64_t j = 0;
-        for (; j + 2 * kLanes <= n; j += 2 * kLanes) rows<2>(m, k, o, j);
-        if (j < n) rows<1>(m, k, o, j);
+        for (; j + 2 * kLanes <= n; j += 2 * kLanes) rows<2>(m, k, o, j, between);
+        if (j < n) rows<1>(m, k, o, j, between);
     }
 
   private:
-    template <int NV>
-    static void rows(int64_t m, int64_t k, const Operands& o, int64_t j) {
+    template <int NV, class F>
+    static void rows(int64_t m, int64_t k, const Operands& o, int64_t j, const F& between) {
         int64_t i = 0;
         if (o.shape == Shape::LowerResult) i = j / kMr * kMr;
-        for (; i + kMr <= m; i += kMr) tile<kMr, NV>(k, o, i, j);
+        for (; i + kMr <= m; i += kMr) {
+            between();
+            tile<kMr, NV>(k, o, i, j);
+        }
         if constexpr (kMr > 4)
             if (i + 4 <= m) tile<4, NV>(k, o, i, j), i += 4;
         if (i + 2 <= m) tile<2, NV>(k, o, i, j), i += 2;
@@ -81,12 +86,13 @@ struct SmallGemm {
             }
         }
         T* c = o.c + i * o.ldc + j;
+        const T* d = o.add ? o.add + i * o.ldc + j : c;
 #pragma GCC unroll 8
         for (int r = 0; r < MR; ++r) {
 #pragma GCC unroll 2
             for (int s = 0; s < NV; ++s) {
-                T* t = c + r * o.ldc + s * kLanes;
-                store(t, o.r ? acc[r][s] + o.r[(i + r) * o.r_step] * load(t) : acc[r][s]);
+                const int64_t e = r * o.ldc + s * kLanes;
+                store(c + e, o.r ? acc[r][s] + o.r[(i + r) * o.r_step] * load(d + e) : acc[r][s]);
             }
         }
     }

@@ -29,13 +29,16 @@ class Chunk {
     using Gem = SmallGemm<T>;
     using Vector = typename Gem::Vector;
     static constexpr int64_t kLanes = Gem::kLanes;
+    static constexpr int64_t kMostTokens = 128;
 
     Chunk(const LinearAttention& problem, int64_t chunk, bool backward, Pieces& pieces)
         : p_(problem),
           keys_(problem.key_dim),
           values_(problem.value_dim),
-          kld_(padded(problem.key_dim, kLanes)),
-          vld_(padded(problem.value_dim, kLanes)),
+          kn_(padded(problem.key_dim, kLanes)),
+          vn_(padded(problem.value_dim, kLanes)),
+          kld_(leading_dimension<T>(problem.key_dim)),
+          vld_(leading_dimension<T>(problem.value_dim)),
           engine_(padded(chunk, kBlock), kld_, vld_, pieces),
           decay_(engine_, pieces, chunk, kld_, keys_),
           side_(decay_.side()) {
@@ -82,17 +85,35 @@ class Chunk {
         }
     }
 
-    int64_t state_size() const { return kld_ * vld_; }
-    int64_t state_rows() const { return kld_; }
+    // The tokens of a chunk if the caller has no wish: large states want more, to be worth reading.
+    static int64_t preferred_size(const LinearAttention& p) {
+        if (E::kLowPrecision) return 64;
+        return G != Gate::Vector && !kDelta && p.key_dim * p.value_dim > 96 * 96 ? 64 : 32;
+    }
+
+    int64_t state_size() const { return kn_ * vld_; }
+    int64_t state_rows() const { return kn_; }
     int64_t state_ld() const { return vld_; }
 
-    // Reads the tokens of a value head. False if a number in them is not finite: recurrent() then is the way to go on,
-    // since in the products 0 * NaN would carry it to earlier tokens.
-    bool load(const Place& at, int64_t c) {
+    // The tokens that load() will be called for next: they are prefetched between the products of this chunk.
+    void will_load(const Place& at, int64_t c, bool with_q, const AttentionView* dout) {
+        auto& prefetch = engine_.prefetch;
+        prefetch.start(std::max<int64_t>(0, c));
+        const Place key{at.batch, at.time, at.head / p_.q_group};
+        if (with_q) prefetch.add(p_.q, key, keys_);
+        prefetch.add(p_.k, key, keys_);
+        prefetch.add(p_.v, at, values_);
+        if (G == Gate::Vector) prefetch.add(p_.g, {at.batch, at.time, at.head / p_.gate_group}, keys_);
+        if (dout) prefetch.add(*dout, at, values_);
+    }
+
+    // Reads the tokens of a value head; q only if o or gradients are wanted. False if a number in them is not finite:
+    // recurrent() then is the way to go on, since in the products 0 * NaN would carry it to earlier tokens.
+    bool load(const Place& at, int64_t c, bool with_q = true) {
         c_ = c;
         const int64_t rows = padded(c, kLanes);
         const Place key{at.batch, at.time, at.head / p_.q_group};
-        read_rows<T>(p_.q, offset_of(p_.q, key), p_.q.time, c, keys_, static_cast<T>(p_.scale), q_, kld_);
+        if (with_q) read_rows<T>(p_.q, offset_of(p_.q, key), p_.q.time, c, keys_, static_cast<T>(p_.scale), q_, kld_);
         read_rows<T>(p_.k, offset_of(p_.k, key), p_.k.time, c, keys_, T(1), k_, kld_);
         read_rows<T>(p_.v, offset_of(p_.v, at), p_.v.time, c, values_, T(1), v_, vld_);
         std::fill(k_ + c * kld_, k_ + rows * kld_, T(0));
@@ -110,17 +131,17 @@ class Chunk {
     }
 
     // What does not depend on the state.
-    void prepare() {
+    void prepare(bool with_q = true) {
         if constexpr (G != Gate::None)
             for (int64_t i = 0; i < c_; ++i)
-                for (int64_t j = 0; j < kld_; j += kLanes) {
+                for (int64_t j = 0; j < kn_; j += kLanes) {
                     const int64_t e = i * kld_ + j;
                     const Vector k = Gem::load(k_ + e), prefix = decay_.prefix(i, j);
-                    Gem::store(decayed_q_ + e, prefix * Gem::load(q_ + e));
+                    if (with_q) Gem::store(decayed_q_ + e, prefix * Gem::load(q_ + e));
                     Gem::store(last_k_ + e, decay_.suffix(i, j) * k);
                     if constexpr (kDelta) Gem::store(decayed_k_ + e, prefix * k);
                 }
-        if constexpr (G != Gate::Vector) Transpose<T>::run(padded(c_, kLanes), kld_, k_, kld_, k_t_, side_);
+        if constexpr (G != Gate::Vector) Transpose<T>::run(padded(c_, kLanes), kn_, k_, kld_, k_t_, side_);
         if constexpr (kDelta) {
             decay_.gram(k_, k_, k_t_, true, n_);
             invert();
@@ -130,15 +151,15 @@ class Chunk {
     // u; for the delta rule from the state.
     void solve(const T* state) {
         if constexpr (kDelta) {
-            engine_.multiply(c_, vld_, keys_, {decayed_k_, kld_, 1, state, vld_, rest_, vld_});
+            engine_.multiply(c_, vn_, keys_, {decayed_k_, kld_, 1, state, vld_, rest_, vld_});
             for (int64_t i = 0; i < c_; ++i)
-                for (int64_t j = 0; j < vld_; j += kLanes) {
+                for (int64_t j = 0; j < vn_; j += kLanes) {
                     const int64_t e = i * vld_ + j;
                     const Vector rest = Gem::load(v_ + e) - Gem::load(rest_ + e);
                     Gem::store(rest_ + e, rest);
                     Gem::store(o_ + e, beta_[i] * rest);
                 }
-            engine_.multiply(c_, vld_, c_, {inverse_, side_, 1, o_, vld_, u_, vld_, nullptr, 0, Shape::LowerLeft});
+            engine_.multiply(c_, vn_, c_, {inverse_, side_, 1, o_, vld_, u_, vld_, nullptr, 0, Shape::LowerLeft});
         } else {
             (void)state;
         }
@@ -148,26 +169,35 @@ class Chunk {
 
     // o, for write_output().
     void output(const T* state) {
-        engine_.multiply(c_, vld_, keys_, {decayed_q_, kld_, 1, state, vld_, o_, vld_});
-        engine_.multiply(c_, vld_, c_, {m_, side_, 1, u_, vld_, o_, vld_, decay_.one(), 0, Shape::LowerLeft});
+        engine_.multiply(c_, vn_, keys_, {decayed_q_, kld_, 1, state, vld_, o_, vld_});
+        engine_.multiply(c_, vn_, c_, {m_, side_, 1, u_, vld_, o_, vld_, decay_.one(), 0, Shape::LowerLeft});
     }
 
-    void advance(T* state) {
+    // The state after the chunk; `next` may be `state`.
+    void advance(const T* state, T* next) {
         const auto total = decay_.total();
-        engine_.multiply(keys_, vld_, c_, {last_k_, 1, kld_, u_, vld_, state, vld_, total.data, total.step});
+        engine_.multiply(keys_, vn_, c_,
+                         {last_k_, 1, kld_, u_, vld_, next, vld_, total.data, total.step, Shape::Full, state});
+        std::fill(next + keys_ * vld_, next + kn_ * vld_, T(0));
+    }
+
+    bool finite(const T* state) const {
+        bool finite = true;
+        for (int64_t r = 0; r < keys_; ++r) finite &= all_finite(state + r * vld_, vn_);
+        return finite;
     }
 
     // The recurrence itself, token by token: o and the state.
-    void recurrent(T* state) {
+    void recurrent(T* state, bool with_q = true) {
         for (int64_t i = 0; i < c_; ++i) {
             const T *q = q_ + i * kld_, *k = k_ + i * kld_, *v = v_ + i * vld_;
             if constexpr (G != Gate::None)
                 for (int64_t r = 0; r < keys_; ++r) {
                     const T a = decay_.a(i, r / kLanes * kLanes)[r % kLanes];
                     T* row = state + r * vld_;
-                    for (int64_t j = 0; j < vld_; ++j) row[j] = a == 0 ? T(0) : a * row[j];
+                    for (int64_t j = 0; j < vn_; ++j) row[j] = a == 0 ? T(0) : a * row[j];
                 }
-            for (int64_t j = 0; j < vld_; j += kLanes) {
+            for (int64_t j = 0; j < vn_; j += kLanes) {
                 Vector u = Gem::load(v + j), o{};
                 if constexpr (kDelta) {
                     Vector read{};
@@ -177,7 +207,7 @@ class Chunk {
                 for (int64_t r = 0; r < keys_; ++r) {
                     const Vector s = Gem::load(state + r * vld_ + j) + k[r] * u;
                     Gem::store(state + r * vld_ + j, s);
-                    o += q[r] * s;
+                    if (with_q) o += q[r] * s;
                 }
                 Gem::store(o_ + i * vld_ + j, o);
             }
@@ -221,26 +251,26 @@ class Chunk {
         solve(state);
         scores();
         read_rows<T>(d.o, offset_of(d.o, at), d.o.time, c_, values_, T(1), dout, vld_);
-        Transpose<T>::run(kld_, vld_, state, vld_, state_t_, kld_);
-        Transpose<T>::run(kld_, vld_, dstate, vld_, dstate_t_, kld_);
-        Transpose<T>::run(padded(c_, kLanes), vld_, u_, vld_, u_t_, side_);
+        Transpose<T>::run(kn_, vn_, state, vld_, state_t_, kld_);
+        Transpose<T>::run(kn_, vn_, dstate, vld_, dstate_t_, kld_);
+        Transpose<T>::run(padded(c_, kLanes), vn_, u_, vld_, u_t_, side_);
         const auto total = decay_.total();
         const T* one = decay_.one();
 
-        engine_.multiply(c_, vld_, c_, {m_, 1, side_, dout, vld_, du_, vld_, nullptr, 0, Shape::UpperLeft});
-        engine_.multiply(c_, vld_, keys_, {last_k_, kld_, 1, dstate, vld_, du_, vld_, one, 0});
+        engine_.multiply(c_, vn_, c_, {m_, 1, side_, dout, vld_, du_, vld_, nullptr, 0, Shape::UpperLeft});
+        engine_.multiply(c_, vn_, keys_, {last_k_, kld_, 1, dstate, vld_, du_, vld_, one, 0});
         engine_.multiply(c_, padded(c_, kLanes), values_,
                          {dout, vld_, 1, u_t_, side_, dm_, side_, nullptr, 0, Shape::LowerResult});
-        engine_.multiply(c_, kld_, values_, {dout, vld_, 1, state_t_, kld_, d_decayed_q_, kld_});
-        engine_.multiply(c_, kld_, values_, {u_, vld_, 1, dstate_t_, kld_, d_last_k_, kld_});
+        engine_.multiply(c_, kn_, values_, {dout, vld_, 1, state_t_, kld_, d_decayed_q_, kld_});
+        engine_.multiply(c_, kn_, values_, {u_, vld_, 1, dstate_t_, kld_, d_last_k_, kld_});
         const T* dv = du_;
         if constexpr (kDelta) {
-            engine_.multiply(c_, vld_, c_, {inverse_, 1, side_, du_, vld_, x_, vld_, nullptr, 0, Shape::UpperLeft});
+            engine_.multiply(c_, vn_, c_, {inverse_, 1, side_, du_, vld_, x_, vld_, nullptr, 0, Shape::UpperLeft});
             engine_.multiply(c_, padded(c_, kLanes), values_,
                              {x_, vld_, 1, u_t_, side_, dn_, side_, nullptr, 0, Shape::LowerResult});
             dv = du_;
             backward_of_beta();
-            engine_.multiply(c_, kld_, values_, {x_, vld_, 1, state_t_, kld_, d_decayed_k_, kld_});
+            engine_.multiply(c_, kn_, values_, {x_, vld_, 1, state_t_, kld_, d_decayed_k_, kld_});
         }
         write_rows<T>(d.v, offset_of(d.v, at), d.v.time, c_, values_, dv, vld_);
 
@@ -249,8 +279,8 @@ class Chunk {
         else
             token_gradients(state, dstate);
 
-        engine_.multiply(keys_, vld_, c_, {decayed_q_, 1, kld_, dout, vld_, dstate, vld_, total.data, total.step});
-        if constexpr (kDelta) engine_.multiply(keys_, vld_, c_, {decayed_k_, 1, kld_, x_, vld_, dstate, vld_, one, 0});
+        engine_.multiply(keys_, vn_, c_, {decayed_q_, 1, kld_, dout, vld_, dstate, vld_, total.data, total.step});
+        if constexpr (kDelta) engine_.multiply(keys_, vn_, c_, {decayed_k_, 1, kld_, x_, vld_, dstate, vld_, one, 0});
     }
 
   private:
@@ -276,7 +306,7 @@ class Chunk {
     void backward_of_beta() {
         for (int64_t i = 0; i < c_; ++i) {
             Vector sum{};
-            for (int64_t j = 0; j < vld_; j += kLanes) {
+            for (int64_t j = 0; j < vn_; j += kLanes) {
                 const Vector x = Gem::load(x_ + i * vld_ + j), scaled = beta_[i] * x;
                 sum += x * Gem::load(rest_ + i * vld_ + j);
                 Gem::store(du_ + i * vld_ + j, scaled);
@@ -302,23 +332,25 @@ class Chunk {
             if constexpr (kDelta) decay_.mask(dn_, true);
         }
         const auto prefix = decay_.row_prefix(), suffix = decay_.row_suffix();
-        engine_.multiply(c_, kld_, c_,
+        engine_.multiply(c_, kn_, c_,
                          {dm_, side_, 1, k_, kld_, d_decayed_q_, kld_, prefix.data, prefix.step, Shape::LowerLeft});
-        engine_.multiply(c_, kld_, c_,
+        engine_.multiply(c_, kn_, c_,
                          {dm_, 1, side_, q_, kld_, d_last_k_, kld_, suffix.data, suffix.step, Shape::UpperLeft});
         if constexpr (kDelta) {
             const T* one = decay_.one();
-            engine_.multiply(c_, kld_, c_,
+            engine_.multiply(c_, kn_, c_,
                              {dn_, side_, 1, k_, kld_, d_decayed_k_, kld_, prefix.data, prefix.step, Shape::LowerLeft});
-            engine_.multiply(c_, kld_, c_, {dn_, 1, side_, k_, kld_, d_last_k_, kld_, one, 0, Shape::UpperLeft});
+            engine_.multiply(c_, kn_, c_, {dn_, 1, side_, k_, kld_, d_last_k_, kld_, one, 0, Shape::UpperLeft});
         }
         const T scale = static_cast<T>(p_.scale);
-        for (int64_t e = 0; e < c_ * kld_; e += kLanes) {
-            Gem::store(dq_ + e, Gem::load(dq_ + e) + scale * Gem::load(d_decayed_q_ + e));
-            Vector dk = Gem::load(dk_ + e) + Gem::load(d_last_k_ + e);
-            if constexpr (kDelta) dk += Gem::load(d_decayed_k_ + e);
-            Gem::store(dk_ + e, dk);
-        }
+        for (int64_t i = 0; i < c_; ++i)
+            for (int64_t j = 0; j < kn_; j += kLanes) {
+                const int64_t e = i * kld_ + j;
+                Gem::store(dq_ + e, Gem::load(dq_ + e) + scale * Gem::load(d_decayed_q_ + e));
+                Vector dk = Gem::load(dk_ + e) + Gem::load(d_last_k_ + e);
+                if constexpr (kDelta) dk += Gem::load(d_decayed_k_ + e);
+                Gem::store(dk_ + e, dk);
+            }
     }
 
     void mask_triangle(T* m) const {
@@ -331,42 +363,60 @@ class Chunk {
     // The scalar decay's dg. m_, n_ are decayed; dm_, dn_ are not yet; d_decayed_q_ and the like are as the state gives
     // them.
     void gate_gradient(const T* state, const T* dstate) {
-        Vector through{};
-        for (int64_t e = 0; e < keys_ * vld_; e += kLanes) through += Gem::load(state + e) * Gem::load(dstate + e);
-        T carried = *decay_.total().data * sum_of_lanes<T>(through);  // S to S', then k_j to S' for j < t
+        alignas(64) T first[kMostTokens], last[kMostTokens], pairs[kMostTokens];
+        sums_of_rows<T>(
+            c_,
+            [&](int64_t t) {
+                Vector sum{};
+                for (int64_t j = 0; j < kn_; j += kLanes) {
+                    const int64_t e = t * kld_ + j;
+                    sum += Gem::load(decayed_q_ + e) * Gem::load(d_decayed_q_ + e);
+                    if constexpr (kDelta) sum += Gem::load(decayed_k_ + e) * Gem::load(d_decayed_k_ + e);
+                }
+                return sum;
+            },
+            first);
+        sums_of_rows<T>(
+            c_,
+            [&](int64_t t) {
+                Vector sum{};
+                for (int64_t j = 0; j < kn_; j += kLanes) {
+                    const int64_t e = t * kld_ + j;
+                    sum += Gem::load(last_k_ + e) * Gem::load(d_last_k_ + e);
+                }
+                return sum;
+            },
+            last);
+        // later: the sums over i >= t of the pairs (i, j), per j.
+        alignas(64) T later[kMostTokens] = {};
+        for (int64_t t = c_ - 1; t >= 0; --t) {
+            T* __restrict sums = later;
+            const T* __restrict dm = dm_ + t * side_, * __restrict m = m_ + t * side_;
+            for (int64_t j = 0; j < side_; ++j) sums[j] += dm[j] * m[j];
+            if constexpr (kDelta) {
+                const T* __restrict dn = dn_ + t * side_, * __restrict n = n_ + t * side_;
+                for (int64_t j = 0; j < side_; ++j) sums[j] += dn[j] * n[j];
+            }
+            Vector sum{};
+            int64_t j = 0;
+            for (; j + kLanes <= t; j += kLanes) sum += Gem::load(later + j);
+            pairs[t] = sum_of_lanes<T>(sum);
+            for (; j < t; ++j) pairs[t] += later[j];
+        }
+        Vector sum[4] = {};
+        for (int64_t r = 0; r < keys_; ++r)
+            for (int64_t j = 0; j < vn_; j += kLanes)
+                sum[(r + j / kLanes) % 4] += Gem::load(state + r * vld_ + j) * Gem::load(dstate + r * vld_ + j);
+        T carried = *decay_.total().data *
+                    sum_of_lanes<T>((sum[0] + sum[1]) + (sum[2] + sum[3]));  // S to S', then k_j to S' for j < t
         for (int64_t t = 0; t < c_; ++t) {
-            Vector last{};
-            for (int64_t j = 0; j < kld_; j += kLanes)
-                last += Gem::load(last_k_ + t * kld_ + j) * Gem::load(d_last_k_ + t * kld_ + j);
-            if (decay_.a(t, 0)[0] != 0) dg_[t] += carried;
-            carried += sum_of_lanes<T>(last);
+            pairs[t] += carried;
+            carried += last[t];
         }
         T read = 0;  // S to o_i or u_i for i >= t
-        for (int64_t e = 0; e < side_; e += kLanes) Gem::store(u_t_ + e, Vector{});
         for (int64_t t = c_ - 1; t >= 0; --t) {
-            Vector first{};
-            for (int64_t j = 0; j < kld_; j += kLanes) {
-                const int64_t e = t * kld_ + j;
-                first += Gem::load(decayed_q_ + e) * Gem::load(d_decayed_q_ + e);
-                if constexpr (kDelta) first += Gem::load(decayed_k_ + e) * Gem::load(d_decayed_k_ + e);
-            }
-            read += sum_of_lanes<T>(first);
-            // u_t_, no longer needed, holds the sums over i >= t of the pairs (i, j), per j.
-            T masked[64 / sizeof(T)];
-            Vector pairs{};
-            for (int64_t j = 0; j < side_; j += kLanes) {
-                Vector sum = Gem::load(u_t_ + j) + Gem::load(dm_ + t * side_ + j) * Gem::load(m_ + t * side_ + j);
-                if constexpr (kDelta) sum += Gem::load(dn_ + t * side_ + j) * Gem::load(n_ + t * side_ + j);
-                Gem::store(u_t_ + j, sum);
-                if (j + kLanes <= t) {
-                    pairs += sum;
-                } else if (j < t) {
-                    Gem::store(masked, sum);
-                    for (int64_t l = t - j; l < kLanes; ++l) masked[l] = 0;
-                    pairs += Gem::load(masked);
-                }
-            }
-            if (decay_.a(t, 0)[0] != 0) dg_[t] += read + sum_of_lanes<T>(pairs);
+            read += first[t];
+            if (decay_.a(t, 0)[0] != 0) dg_[t] += pairs[t] + read;
         }
     }
 
@@ -381,11 +431,11 @@ class Chunk {
             decay_.gram_backward(dn_, k_, k_, dz_, dy_);
         }
         const T scale = static_cast<T>(p_.scale);
-        for (int64_t j = 0; j < kld_; j += kLanes) {
+        for (int64_t j = 0; j < kn_; j += kLanes) {
             T through[64 / sizeof(T)] = {};
             for (int64_t l = 0; l < std::min(kLanes, keys_ - j); ++l) {
                 Vector sum{};
-                for (int64_t v = 0; v < vld_; v += kLanes)
+                for (int64_t v = 0; v < vn_; v += kLanes)
                     sum += Gem::load(state + (j + l) * vld_ + v) * Gem::load(dstate + (j + l) * vld_ + v);
                 through[l] = sum_of_lanes<T>(sum);
             }
@@ -416,7 +466,7 @@ class Chunk {
     }
 
     const LinearAttention& p_;
-    int64_t keys_, values_, kld_, vld_, c_ = 0;
+    int64_t keys_, values_, kn_, vn_, kld_, vld_, c_ = 0;  // kn_, vn_: counts in whole vectors
     E engine_;
     Decay<E, G> decay_;
     int64_t side_;

@@ -12,8 +12,11 @@
 
 #include <algorithm>
 #include <atomic>
+#include <cstdlib>
 
 #include "common/arena.h"
+#include "common/isa.h"
+#include "linear_attention/linear_attention_amx.h"
 #include "linear_attention/linear_attention_chunk.h"
 
 namespace pyops::PYOPS_ISA {
@@ -23,10 +26,12 @@ template <class Type>
 class VectorProducts {
   public:
     using Scalar = Type;
+    static constexpr bool kLowPrecision = false;
     VectorProducts(int64_t, int64_t, int64_t, Pieces&) {}
     void multiply(int64_t m, int64_t n, int64_t k, const typename SmallGemm<Type>::Operands& o) {
-        SmallGemm<Type>::multiply(m, n, k, o);
+        SmallGemm<Type>::multiply(m, n, k, o, [this] { prefetch.some(); });
     }
+    Prefetch prefetch;
 };
 
 // A sequence and a range of value heads.
@@ -103,23 +108,27 @@ struct Walk {
     using T = typename C::T;
 
     static int64_t chunk_size(const LinearAttention& p) {
-        return p.chunk == 0 ? 32 : std::clamp<int64_t>(p.chunk, 16, 128);
+        if (p.chunk) return std::clamp<int64_t>(p.chunk, 16, 128);
+        return C::preferred_size(p);
     }
 
-    // One chunk forward; `finite` says whether the state is, and is kept up.
-    static void step(C& chunk, const Place& at, int64_t count, T* state, bool& finite, bool wants_output) {
-        if (chunk.load(at, count) && finite) {
-            chunk.prepare();
+    // One chunk forward, from `state` to `next`, which may be the same; `finite` says whether the state is, and is kept
+    // up.
+    static void step(C& chunk, const Place& at, int64_t count, const T* state, T* next, bool& finite,
+                     bool wants_output) {
+        if (chunk.load(at, count, wants_output) && finite) {
+            chunk.prepare(wants_output);
             chunk.solve(state);
             if (wants_output) {
                 chunk.scores();
                 chunk.output(state);
             }
-            chunk.advance(state);
+            chunk.advance(state, next);
         } else {
-            chunk.recurrent(state);
+            if (next != state) std::copy_n(state, chunk.state_size(), next);
+            chunk.recurrent(next, wants_output);
         }
-        finite = all_finite(state, chunk.state_size());
+        finite = chunk.finite(next);
     }
 
     static void forward(const LinearAttention& p, const AttentionView& o, const AttentionView& final_state,
@@ -139,13 +148,18 @@ struct Walk {
             for (int64_t h = unit.first_head; h < unit.last_head; ++h) {
                 T* state = states + (h - unit.first_head) * state_size;
                 read_state(p.initial_state, unit.sequence, h, p.key_dim, p.value_dim, state, rows, ld);
-                finite[h - unit.first_head] = all_finite(state, state_size);
+                finite[h - unit.first_head] = chunk.finite(state);
             }
             for (int64_t t = 0; t < unit.length; t += size)
                 for (int64_t h = unit.first_head; h < unit.last_head; ++h) {
                     const Place at{unit.batch, unit.start + t, h};
                     const int64_t i = h - unit.first_head;
-                    step(chunk, at, std::min(size, unit.length - t), states + i * state_size, finite[i], true);
+                    T* state = states + i * state_size;
+                    const bool last_head = h + 1 == unit.last_head;
+                    chunk.will_load(
+                        {unit.batch, last_head ? at.time + size : at.time, last_head ? unit.first_head : h + 1},
+                        std::min(size, unit.length - t - (last_head ? size : 0)), true, nullptr);
+                    step(chunk, at, std::min(size, unit.length - t), state, state, finite[i], true);
                     chunk.write_output(o, at);
                 }
             for (int64_t h = unit.first_head; h < unit.last_head; ++h)
@@ -156,18 +170,20 @@ struct Walk {
 
     static void backward(const LinearAttention& p, const LinearAttentionGradients& d, int threads) {
         const int64_t size = chunk_size(p);
-        const Units units(p, p.q_group, 1, threads);
+        const Units units(p, p.q_group, std::getenv("HB") ? std::atoi(std::getenv("HB")) : 4, threads);
         const int64_t chunks = (units.longest() + size - 1) / size;
         Pieces count(nullptr);
         const C probe(p, size, true, count);
         const int64_t state_size = probe.state_size(), ld = probe.state_ld(), rows = probe.state_rows();
         count.take<T>(state_size * (chunks + 2) * units.heads());
+        count.take<bool>(units.heads());
         for_units(units, count.used(), threads, [&](const Unit& unit, char* scratch) {
             Pieces pieces(scratch);
             C chunk(p, size, true, pieces);
             const int64_t heads = unit.last_head - unit.first_head;
             T* dstates = pieces.take<T>(state_size * units.heads());
             T* states = pieces.take<T>(state_size * (chunks + 1) * units.heads());
+            bool* finite = pieces.take<bool>(units.heads());
             const auto state_of = [&](int64_t head, int64_t c) {
                 return states + (head * (chunks + 1) + c) * state_size;
             };
@@ -176,17 +192,24 @@ struct Walk {
                 const int64_t h = unit.first_head + i;
                 read_state(p.initial_state, unit.sequence, h, p.key_dim, p.value_dim, state_of(i, 0), rows, ld);
                 read_state(d.state, unit.sequence, h, p.key_dim, p.value_dim, dstates + i * state_size, rows, ld);
-                bool finite = all_finite(state_of(i, 0), state_size);
-                for (int64_t c = 0; c + 1 < used; ++c) {
-                    std::copy_n(state_of(i, c), state_size, state_of(i, c + 1));
-                    step(chunk, {unit.batch, unit.start + c * size, h}, size, state_of(i, c + 1), finite, false);
-                }
+                finite[i] = chunk.finite(state_of(i, 0));
             }
+            for (int64_t c = 0; c + 1 < used; ++c)
+                for (int64_t i = 0; i < heads; ++i) {
+                    const int64_t h = unit.first_head + i, t = unit.start + c * size;
+                    const bool last_head = i + 1 == heads;
+                    chunk.will_load({unit.batch, last_head ? t + size : t, last_head ? unit.first_head : h + 1},
+                                    c + 2 == used && last_head ? 0 : size, false, nullptr);
+                    step(chunk, {unit.batch, t, h}, size, state_of(i, c), state_of(i, c + 1), finite[i], false);
+                }
             for (int64_t c = used - 1; c >= 0; --c) {
                 const int64_t t = unit.start + c * size, tokens = std::min(size, unit.length - c * size);
                 for (int64_t i = 0; i < heads; ++i) {
                     const int64_t h = unit.first_head + i;
                     const Place at{unit.batch, t, h};
+                    const bool last_head = i + 1 == heads;
+                    chunk.will_load({unit.batch, last_head ? t - size : t, last_head ? unit.first_head : h + 1},
+                                    last_head ? (c > 0 ? size : 0) : tokens, true, &d.o);
                     chunk.load(at, tokens);
                     chunk.prepare();
                     if (h % p.q_group == 0) chunk.clear_keys();
@@ -294,6 +317,9 @@ void step_all(const LinearAttention& p, const AttentionView& out, int threads) {
 template <class F>
 void with_chunk(const LinearAttention& p, const F& f) {
     if (p.q.dtype == DType::F64) return with_form<VectorProducts<double>>(p, f);
+#if defined(__AVX512F__)
+    if (p.q.dtype == DType::BF16 && ::pyops::amx()) return with_form<AmxProducts>(p, f);
+#endif
     return with_form<VectorProducts<float>>(p, f);
 }
 

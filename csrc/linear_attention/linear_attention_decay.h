@@ -29,7 +29,7 @@ class Decay {
     static_assert(kBlock % kLanes == 0);
 
     Decay(E& engine, Pieces& pieces, int64_t chunk, int64_t ld, int64_t keys)
-        : engine_(engine), ld_(ld), keys_(keys), side_(padded(chunk, kBlock)) {
+        : engine_(engine), ld_(ld), keys_(keys), columns_(padded(keys, kLanes)), side_(padded(chunk, kBlock)) {
         const int64_t size = G == Gate::None ? 0 : G == Gate::Scalar ? side_ : side_ * ld;
         a_ = pieces.take<T>(size);
         prefix_ = pieces.take<T>(size);
@@ -67,7 +67,7 @@ class Decay {
         } else if constexpr (G == Gate::Vector) {
             read_rows<T>(g, offset_of(g, at), g.time, c, keys_, T(1), a_, ld_);
             for (int64_t i = 0; i < c * ld_; ++i) a_[i] = exp_of(a_[i]);
-            for (int64_t j = 0; j < ld_; j += kLanes) {
+            for (int64_t j = 0; j < columns_; j += kLanes) {
                 Vector p = T(1) - Vector{}, s = p;
                 for (int64_t i = 0; i < c; ++i) Gem::store(prefix_ + i * ld_ + j, p *= Gem::load(a_ + i * ld_ + j));
                 for (int64_t i = c - 1; i >= 0; --i) {
@@ -134,12 +134,12 @@ class Decay {
             const int64_t end = std::min(n + kBlock, c_);
             if (n > 0) {
                 split(x, y, n, end);
-                engine_.multiply(end - n, ld_, n, {dm + n * side_, side_, 1, right_, ld_, product_, ld_});
+                engine_.multiply(end - n, columns_, n, {dm + n * side_, side_, 1, right_, ld_, product_, ld_});
                 add_scaled(end - n, product_, left_decay_, dx + n * ld_);
-                engine_.multiply(n, ld_, end - n, {dm + n * side_, 1, side_, left_, ld_, product_, ld_});
+                engine_.multiply(n, columns_, end - n, {dm + n * side_, 1, side_, left_, ld_, product_, ld_});
                 add_scaled(n, product_, right_decay_, dy);
             }
-            for (int64_t v = 0; v < ld_; v += kLanes)
+            for (int64_t v = 0; v < columns_; v += kLanes)
                 for (int64_t j = n; j < end; ++j) {
                     const Vector yj = Gem::load(y + j * ld_ + v);
                     Vector w = T(1) - Vector{}, sum{};
@@ -167,7 +167,7 @@ class Decay {
 
     // left_ = x D_in for the rows n <= i < end, right_ = y D_nj for the rows j < n; calls go up through n.
     void split(const T* x, const T* y, int64_t n, int64_t end) {
-        for (int64_t v = 0; v < ld_; v += kLanes) {
+        for (int64_t v = 0; v < columns_; v += kLanes) {
             Vector w = T(1) - Vector{};
             for (int64_t i = n; i < end; ++i) {
                 if (i > n) w *= Gem::load(a_ + i * ld_ + v);
@@ -184,7 +184,8 @@ class Decay {
     }
 
     void add_scaled(int64_t count, const T* __restrict product, const T* __restrict decay, T* __restrict out) const {
-        for (int64_t i = 0; i < count * ld_; ++i) out[i] += product[i] * decay[i];
+        for (int64_t i = 0; i < count; ++i, out += ld_, product += ld_, decay += ld_)
+            for (int64_t j = 0; j < columns_; ++j) out[j] += product[j] * decay[j];
     }
 
     void gram_blocks(const T* x, const T* y, T* m) {
@@ -192,11 +193,11 @@ class Decay {
             const int64_t end = std::min(n + kBlock, c_);
             if (n > 0) {
                 split(x, y, n, end);
-                Transpose<T>::run(n, ld_, right_, ld_, transposed_, side_);
+                Transpose<T>::run(n, columns_, right_, ld_, transposed_, side_);
                 engine_.multiply(end - n, n, keys_, {left_, ld_, 1, transposed_, side_, m + n * side_, side_});
             }
             for (int64_t i = 0; i < kBlock * kBlock; ++i) sums_[i] = Vector{};
-            for (int64_t v = 0; v < ld_; v += kLanes)
+            for (int64_t v = 0; v < columns_; v += kLanes)
                 for (int64_t j = n; j < end; ++j) {
                     Vector w = Gem::load(y + j * ld_ + v);
                     for (int64_t i = j; i < end; ++i) {
@@ -216,7 +217,7 @@ class Decay {
     }
 
     E& engine_;
-    int64_t ld_, keys_, side_, c_ = 0;
+    int64_t ld_, keys_, columns_, side_, c_ = 0;
     T one_ = 1;
     T *a_ = nullptr, *prefix_ = nullptr, *suffix_ = nullptr, *d_ = nullptr;
     T *left_ = nullptr, *left_decay_ = nullptr, *right_ = nullptr, *right_decay_ = nullptr, *product_ = nullptr;

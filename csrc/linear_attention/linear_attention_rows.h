@@ -90,6 +90,38 @@ inline void write_rows(const AttentionView& x, int64_t offset, int64_t stride, i
     });
 }
 
+// Brings rows that will be read soon into the L2 cache, a few at a time between other work: rows that lie a page apart
+// are beyond the hardware's prefetchers, and requests in one burst would wait for each other.
+class Prefetch {
+  public:
+    // Rows of any number of streams are fetched together, `rows` times.
+    void start(int64_t rows) {
+        streams_ = 0;
+        left_ = rows;
+    }
+    void add(const AttentionView& x, const Place& at, int64_t size) {
+        const int64_t bytes = size_of(x.dtype);
+        stream_[streams_++] = {static_cast<const char*>(x.data) + offset_of(x, at) * bytes, x.time * bytes,
+                               x.last == 1 ? size * bytes : 1};
+    }
+    void some() {
+        for (int row = 0; row < 2 && left_ > 0; ++row, --left_)
+            for (int s = 0; s < streams_; ++s) {
+                for (int64_t b = 0; b < stream_[s].bytes; b += 64) __builtin_prefetch(stream_[s].row + b, 0, 2);
+                stream_[s].row += stream_[s].stride;
+            }
+    }
+
+  private:
+    struct Stream {
+        const char* row;
+        int64_t stride, bytes;
+    };
+    Stream stream_[5];
+    int streams_ = 0;
+    int64_t left_ = 0;
+};
+
 template <class T>
 inline bool all_finite(const T* x, int64_t count) {
     using Bits = std::conditional_t<sizeof(T) == 4, uint32_t, uint64_t>;
@@ -125,6 +157,26 @@ inline typename Gemm<T>::Vector sums_of_lanes(typename Gemm<T>::Vector (&v)[Gemm
     if constexpr (kLanes > 4) halve.template operator()<4>();
     if constexpr (kLanes > 8) halve.template operator()<8>();
     return v[0];
+}
+
+// out[i] = the sum of the lanes of row(i), for 0 <= i < count; `out` has room for whole vectors.
+template <class T, class F>
+inline void sums_of_rows(int64_t count, const F& row, T* out) {
+    constexpr int64_t kLanes = Gemm<T>::kLanes;
+    for (int64_t i = 0; i < count; i += kLanes) {
+        typename Gemm<T>::Vector v[kLanes] = {};
+        for (int64_t l = 0; l < std::min(kLanes, count - i); ++l) v[l] = row(i + l);
+        SmallGemm<T>::store(out + i, sums_of_lanes<T>(v));
+    }
+}
+
+// The leading dimension for rows of `size` elements: whole cache lines, and an odd number of them where there are many,
+// so that a column of a matrix does not fall into a few sets of the L1 cache.
+template <class T>
+constexpr int64_t leading_dimension(int64_t size) {
+    constexpr int64_t line = 64 / sizeof(T);
+    const int64_t lines = (size + line - 1) / line;
+    return (lines > 4 ? lines | 1 : lines) * line;
 }
 
 }  // namespace pyops::PYOPS_ISA
