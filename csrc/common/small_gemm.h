@@ -42,6 +42,7 @@ struct SmallGemm {
         int64_t r_step = 0;
         Shape shape = Shape::Full;
         const T* add = nullptr;  // D, with C's leading dimension; null: C itself
+        bool precise = false;    // of interest to engines that round operands: keep twice the bits
     };
 
     // m x n x k; n is a multiple of kLanes. Calls between() before each tile.

@@ -1,5 +1,6 @@
 // One chunk of c tokens of one value head: all its products, forward and backward (decays: linear_attention_decay.h).
-// q below is scale * q; S and S' are the states before and after; P = prefix, X = suffix, A = total decay.
+// q below is scale * q; S and S' are the states before and after; P = prefix, X = suffix, A = total decay. The scale
+// and a scalar P multiply results, not operands: q and k then enter the products on the state as they were given.
 //
 //   M = lower(q k^T),  N = strictly lower(k k^T), both decayed                       delta rule: R = I + Diag(beta) N
 //   u = v,  or u = R^-1 Diag(beta) (v - (P k) S)
@@ -49,7 +50,8 @@ class Chunk {
         k_t_ = pieces.take<T>(key_size);
         m_ = pieces.take<T>(square);
         o_ = pieces.take<T>(value_size);
-        decayed_q_ = G == Gate::None ? q_ : pieces.take<T>(key_size);
+        if (G == Gate::Scalar) scaled_prefix_ = pieces.take<T>(side_);
+        if (G == Gate::Vector || backward) decayed_q_ = pieces.take<T>(key_size);
         last_k_ = G == Gate::None ? k_ : pieces.take<T>(key_size);
         u_ = v_;
         if (kDelta) {
@@ -113,7 +115,7 @@ class Chunk {
         c_ = c;
         const int64_t rows = padded(c, kLanes);
         const Place key{at.batch, at.time, at.head / p_.q_group};
-        if (with_q) read_rows<T>(p_.q, offset_of(p_.q, key), p_.q.time, c, keys_, static_cast<T>(p_.scale), q_, kld_);
+        if (with_q) read_rows<T>(p_.q, offset_of(p_.q, key), p_.q.time, c, keys_, T(1), q_, kld_);
         read_rows<T>(p_.k, offset_of(p_.k, key), p_.k.time, c, keys_, T(1), k_, kld_);
         read_rows<T>(p_.v, offset_of(p_.v, at), p_.v.time, c, values_, T(1), v_, vld_);
         std::fill(k_ + c * kld_, k_ + rows * kld_, T(0));
@@ -131,46 +133,52 @@ class Chunk {
     }
 
     // What does not depend on the state.
-    void prepare(bool with_q = true) {
-        if constexpr (G != Gate::None)
-            for (int64_t i = 0; i < c_; ++i)
-                for (int64_t j = 0; j < kn_; j += kLanes) {
-                    const int64_t e = i * kld_ + j;
-                    const Vector k = Gem::load(k_ + e), prefix = decay_.prefix(i, j);
-                    if (with_q) Gem::store(decayed_q_ + e, prefix * Gem::load(q_ + e));
-                    Gem::store(last_k_ + e, decay_.suffix(i, j) * k);
-                    if constexpr (kDelta) Gem::store(decayed_k_ + e, prefix * k);
-                }
-        if constexpr (G != Gate::Vector) Transpose<T>::run(padded(c_, kLanes), kn_, k_, kld_, k_t_, side_);
+    void prepare(bool with_q, bool backward) {
+        constexpr bool vector = G == Gate::Vector;
+        if constexpr (G == Gate::Scalar)
+            for (int64_t i = 0; i < c_; ++i) scaled_prefix_[i] = scale() * decay_.prefix(i, 0)[0];
+        for (int64_t i = 0; i < c_; ++i)
+            for (int64_t j = 0; j < kn_; j += kLanes) {
+                const int64_t e = i * kld_ + j;
+                const Vector k = Gem::load(k_ + e), prefix = decay_.prefix(i, j);
+                if ((vector && with_q) || backward) Gem::store(decayed_q_ + e, scale() * prefix * Gem::load(q_ + e));
+                if (G != Gate::None) Gem::store(last_k_ + e, decay_.suffix(i, j) * k);
+                if (kDelta && G != Gate::None && (vector || backward)) Gem::store(decayed_k_ + e, prefix * k);
+            }
+        if constexpr (!vector) Transpose<T>::run(padded(c_, kLanes), kn_, k_, kld_, k_t_, side_);
         if constexpr (kDelta) {
-            decay_.gram(k_, k_, k_t_, true, n_);
+            decay_.gram(k_, k_, k_t_, true, T(1), n_);
             invert();
         }
     }
 
     // u; for the delta rule from the state.
-    void solve(const T* state) {
+    void solve([[maybe_unused]] const T* state) {
         if constexpr (kDelta) {
-            engine_.multiply(c_, vn_, keys_, {decayed_k_, kld_, 1, state, vld_, rest_, vld_});
-            for (int64_t i = 0; i < c_; ++i)
+            const T* k = G == Gate::Vector ? decayed_k_ : k_;
+            engine_.multiply(c_, vn_, keys_, precisely({k, kld_, 1, state, vld_, rest_, vld_}));
+            for (int64_t i = 0; i < c_; ++i) {
+                const Vector prefix = G == Gate::Vector ? T(1) - Vector{} : decay_.prefix(i, 0);
                 for (int64_t j = 0; j < vn_; j += kLanes) {
                     const int64_t e = i * vld_ + j;
-                    const Vector rest = Gem::load(v_ + e) - Gem::load(rest_ + e);
+                    const Vector rest = Gem::load(v_ + e) - prefix * Gem::load(rest_ + e);
                     Gem::store(rest_ + e, rest);
                     Gem::store(o_ + e, beta_[i] * rest);
                 }
-            engine_.multiply(c_, vn_, c_, {inverse_, side_, 1, o_, vld_, u_, vld_, nullptr, 0, Shape::LowerLeft});
-        } else {
-            (void)state;
+            }
+            engine_.multiply(c_, vn_, c_,
+                             precisely({inverse_, side_, 1, o_, vld_, u_, vld_, nullptr, 0, Shape::LowerLeft}));
         }
     }
 
-    void scores() { decay_.gram(q_, k_, k_t_, false, m_); }
+    void scores() { decay_.gram(q_, k_, k_t_, false, scale(), m_); }
 
     // o, for write_output().
     void output(const T* state) {
-        engine_.multiply(c_, vn_, keys_, {decayed_q_, kld_, 1, state, vld_, o_, vld_});
-        engine_.multiply(c_, vn_, c_, {m_, side_, 1, u_, vld_, o_, vld_, decay_.one(), 0, Shape::LowerLeft});
+        const T* q = G == Gate::Vector ? decayed_q_ : q_;
+        const auto factor = row_factor();
+        engine_.multiply(c_, vn_, keys_, precisely({q, kld_, 1, state, vld_, o_, vld_}));
+        engine_.multiply(c_, vn_, c_, {m_, side_, 1, u_, vld_, o_, vld_, factor.data, factor.step, Shape::LowerLeft});
     }
 
     // The state after the chunk; `next` may be `state`.
@@ -209,7 +217,7 @@ class Chunk {
                     Gem::store(state + r * vld_ + j, s);
                     if (with_q) o += q[r] * s;
                 }
-                Gem::store(o_ + i * vld_ + j, o);
+                Gem::store(o_ + i * vld_ + j, scale() * o);
             }
         }
     }
@@ -265,7 +273,8 @@ class Chunk {
         engine_.multiply(c_, kn_, values_, {u_, vld_, 1, dstate_t_, kld_, d_last_k_, kld_});
         const T* dv = du_;
         if constexpr (kDelta) {
-            engine_.multiply(c_, vn_, c_, {inverse_, 1, side_, du_, vld_, x_, vld_, nullptr, 0, Shape::UpperLeft});
+            engine_.multiply(c_, vn_, c_,
+                             precisely({inverse_, 1, side_, du_, vld_, x_, vld_, nullptr, 0, Shape::UpperLeft}));
             engine_.multiply(c_, padded(c_, kLanes), values_,
                              {x_, vld_, 1, u_t_, side_, dn_, side_, nullptr, 0, Shape::LowerResult});
             dv = du_;
@@ -284,6 +293,20 @@ class Chunk {
     }
 
   private:
+    using Operands = typename Gem::Operands;
+    static Operands precisely(Operands o) {
+        o.precise = true;
+        return o;
+    }
+    T scale() const { return scale_; }
+
+    // What q S is to be multiplied by, row by row.
+    typename Decay<E, G>::Rows row_factor() const {
+        if (G == Gate::Vector) return {decay_.one(), 0};
+        if (G == Gate::Scalar) return {scaled_prefix_, 1};
+        return {&scale_, 0};
+    }
+
     // inverse_ = (I + Diag(beta) n_)^-1, row by row: row_i = e_i - sum_{j<i} beta_i n_ij row_j.
     void invert() {
         for (int64_t i = 0; i < c_; ++i) {
@@ -325,15 +348,15 @@ class Chunk {
 
     // dq, dk and dg of a decay that all channels share, or of none.
     void token_gradients(const T* state, const T* dstate) {
-        mask_triangle(dm_);
-        if constexpr (G == Gate::Scalar) gate_gradient(state, dstate);
         if constexpr (G == Gate::Scalar) {
-            decay_.mask(dm_, false);
-            if constexpr (kDelta) decay_.mask(dn_, true);
+            mask_triangle(dm_);
+            gate_gradient(state, dstate);
         }
-        const auto prefix = decay_.row_prefix(), suffix = decay_.row_suffix();
+        decay_.mask(dm_, false, scale());
+        if constexpr (G == Gate::Scalar && kDelta) decay_.mask(dn_, true, T(1));
+        const auto factor = row_factor(), prefix = decay_.row_prefix(), suffix = decay_.row_suffix();
         engine_.multiply(c_, kn_, c_,
-                         {dm_, side_, 1, k_, kld_, d_decayed_q_, kld_, prefix.data, prefix.step, Shape::LowerLeft});
+                         {dm_, side_, 1, k_, kld_, d_decayed_q_, kld_, factor.data, factor.step, Shape::LowerLeft});
         engine_.multiply(c_, kn_, c_,
                          {dm_, 1, side_, q_, kld_, d_last_k_, kld_, suffix.data, suffix.step, Shape::UpperLeft});
         if constexpr (kDelta) {
@@ -342,11 +365,10 @@ class Chunk {
                              {dn_, side_, 1, k_, kld_, d_decayed_k_, kld_, prefix.data, prefix.step, Shape::LowerLeft});
             engine_.multiply(c_, kn_, c_, {dn_, 1, side_, k_, kld_, d_last_k_, kld_, one, 0, Shape::UpperLeft});
         }
-        const T scale = static_cast<T>(p_.scale);
         for (int64_t i = 0; i < c_; ++i)
             for (int64_t j = 0; j < kn_; j += kLanes) {
                 const int64_t e = i * kld_ + j;
-                Gem::store(dq_ + e, Gem::load(dq_ + e) + scale * Gem::load(d_decayed_q_ + e));
+                Gem::store(dq_ + e, Gem::load(dq_ + e) + Gem::load(d_decayed_q_ + e));
                 Vector dk = Gem::load(dk_ + e) + Gem::load(d_last_k_ + e);
                 if constexpr (kDelta) dk += Gem::load(d_decayed_k_ + e);
                 Gem::store(dk_ + e, dk);
@@ -422,7 +444,7 @@ class Chunk {
 
     // dq, dk and dg of a decay per channel.
     void channel_gradients(const T* state, const T* dstate) {
-        mask_triangle(dm_);
+        decay_.mask(dm_, false, scale());
         std::fill(dx_, dx_ + c_ * kld_, T(0));
         std::fill(dy_, dy_ + c_ * kld_, T(0));
         decay_.gram_backward(dm_, q_, k_, dx_, dy_);
@@ -430,7 +452,6 @@ class Chunk {
             std::fill(dz_, dz_ + c_ * kld_, T(0));
             decay_.gram_backward(dn_, k_, k_, dz_, dy_);
         }
-        const T scale = static_cast<T>(p_.scale);
         for (int64_t j = 0; j < kn_; j += kLanes) {
             T through[64 / sizeof(T)] = {};
             for (int64_t l = 0; l < std::min(kLanes, keys_ - j); ++l) {
@@ -459,7 +480,7 @@ class Chunk {
                     dk += prefix * d_k + dz;
                 }
                 Gem::store(dk_ + e, dk);
-                Gem::store(dq_ + e, Gem::load(dq_ + e) + scale * (prefix * d_q + dx + dm * k));
+                Gem::store(dq_ + e, Gem::load(dq_ + e) + scale() * prefix * d_q + dx + dm * k);
                 Gem::store(dg_ + e, Gem::load(dg_ + e) + (decay_.a(t, j) != 0 ? later : Vector{}));
             }
         }
@@ -470,8 +491,10 @@ class Chunk {
     E engine_;
     Decay<E, G> decay_;
     int64_t side_;
-    T *q_, *k_, *v_, *k_t_, *m_, *o_, *u_, *decayed_q_, *last_k_;
-    T *decayed_k_ = nullptr, *beta_ = nullptr, *n_ = nullptr, *inverse_ = nullptr, *rest_ = nullptr;
+    T *q_, *k_, *v_, *k_t_, *m_, *o_, *u_, *last_k_, *decayed_q_ = nullptr;
+    T scale_ = static_cast<T>(p_.scale);
+    T *scaled_prefix_ = nullptr, *decayed_k_ = nullptr, *beta_ = nullptr, *n_ = nullptr, *inverse_ = nullptr,
+      *rest_ = nullptr;
     T *du_ = nullptr, *u_t_ = nullptr, *dm_ = nullptr, *state_t_ = nullptr, *dstate_t_ = nullptr;
     T *d_decayed_q_ = nullptr, *d_last_k_ = nullptr, *dq_ = nullptr, *dk_ = nullptr, *dg_ = nullptr;
     T *dx_ = nullptr, *dy_ = nullptr, *dz_ = nullptr, *dn_ = nullptr, *x_ = nullptr, *d_decayed_k_ = nullptr;

@@ -34,6 +34,14 @@ class VectorProducts {
     Prefetch prefetch;
 };
 
+// The length of the longest sequence.
+int64_t longest(const LinearAttention& p) {
+    if (!p.starts) return p.length;
+    int64_t longest = 0;
+    for (int64_t n = 0; n < p.sequences; ++n) longest = std::max(longest, p.starts[n + 1] - p.starts[n]);
+    return longest;
+}
+
 // A sequence and a range of value heads.
 struct Unit {
     int64_t sequence, batch, start, length, first_head, last_head;
@@ -54,14 +62,6 @@ class Units {
         const int64_t n = i / ranges_, first = i % ranges_ * heads_;
         const int64_t start = p_.starts ? p_.starts[n] : 0, end = p_.starts ? p_.starts[n + 1] : p_.length;
         return {n, p_.starts ? 0 : n, start, end - start, first, std::min(first + heads_, p_.value_heads)};
-    }
-    int64_t longest() const {
-        int64_t longest = p_.length;
-        if (p_.starts) {
-            longest = 0;
-            for (int64_t n = 0; n < p_.sequences; ++n) longest = std::max(longest, p_.starts[n + 1] - p_.starts[n]);
-        }
-        return longest;
     }
 
   private:
@@ -117,7 +117,7 @@ struct Walk {
     static void step(C& chunk, const Place& at, int64_t count, const T* state, T* next, bool& finite,
                      bool wants_output) {
         if (chunk.load(at, count, wants_output) && finite) {
-            chunk.prepare(wants_output);
+            chunk.prepare(wants_output, false);
             chunk.solve(state);
             if (wants_output) {
                 chunk.scores();
@@ -171,7 +171,7 @@ struct Walk {
     static void backward(const LinearAttention& p, const LinearAttentionGradients& d, int threads) {
         const int64_t size = chunk_size(p);
         const Units units(p, p.q_group, std::getenv("HB") ? std::atoi(std::getenv("HB")) : 4, threads);
-        const int64_t chunks = (units.longest() + size - 1) / size;
+        const int64_t chunks = (longest(p) + size - 1) / size;
         Pieces count(nullptr);
         const C probe(p, size, true, count);
         const int64_t state_size = probe.state_size(), ld = probe.state_ld(), rows = probe.state_rows();
@@ -211,7 +211,7 @@ struct Walk {
                     chunk.will_load({unit.batch, last_head ? t - size : t, last_head ? unit.first_head : h + 1},
                                     last_head ? (c > 0 ? size : 0) : tokens, true, &d.o);
                     chunk.load(at, tokens);
-                    chunk.prepare();
+                    chunk.prepare(true, true);
                     if (h % p.q_group == 0) chunk.clear_keys();
                     if (h % p.gate_group == 0) chunk.clear_gates();
                     if (h % p.beta_group == 0) chunk.clear_beta();
@@ -318,7 +318,9 @@ template <class F>
 void with_chunk(const LinearAttention& p, const F& f) {
     if (p.q.dtype == DType::F64) return with_form<VectorProducts<double>>(p, f);
 #if defined(__AVX512F__)
-    if (p.q.dtype == DType::BF16 && ::pyops::amx()) return with_form<AmxProducts>(p, f);
+    // Smaller products would be mostly padding, and too short for roundings to average out.
+    const bool large = std::min({p.key_dim, p.value_dim, longest(p)}) >= 32;
+    if (p.q.dtype == DType::BF16 && large && ::pyops::amx()) return with_form<AmxProducts>(p, f);
 #endif
     return with_form<VectorProducts<float>>(p, f);
 }

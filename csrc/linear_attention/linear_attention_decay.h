@@ -98,31 +98,29 @@ class Decay {
     }
     const T* one() const { return &one_; }
 
-    // m = the decayed Gram matrix of x and y, zero above the diagonal (and on it if `strict`). y_t is y transposed,
-    // used by the scalar forms only.
-    void gram(const T* x, const T* y, const T* y_t, bool strict, T* m) {
+    // m = factor times the decayed Gram matrix of x and y, zero above the diagonal (and on it if `strict`). y_t is y
+    // transposed, used by the scalar forms only.
+    void gram(const T* x, const T* y, [[maybe_unused]] const T* y_t, bool strict, T factor, T* m) {
         if constexpr (G == Gate::Vector) {
             gram_blocks(x, y, m);
-            if (strict)
-                for (int64_t i = 0; i < c_; ++i) m[i * side_ + i] = 0;
         } else {
             engine_.multiply(c_, padded(c_, kLanes), keys_,
                              {x, ld_, 1, y_t, side_, m, side_, nullptr, 0, Shape::LowerResult});
-            mask(m, strict);
         }
+        mask(m, strict, factor);
     }
 
-    // Zero above the diagonal (and on it if `strict`), times D in the scalar form.
-    void mask(T* m, bool strict) const {
+    // Zero above the diagonal (and on it if `strict`), elsewhere times the factor, and times D in the scalar form.
+    void mask(T* m, bool strict, T factor) const {
         for (int64_t i = 0; i < c_; ++i) {
             T* __restrict row = m + i * side_;
             const T* __restrict d = d_ + i * side_;
             const int64_t end = i + !strict;
             for (int64_t j = 0; j < side_; ++j) {
                 if constexpr (G == Gate::Scalar)
-                    row[j] = j < end ? row[j] * d[j] : T(0);
+                    row[j] = j < end ? factor * row[j] * d[j] : T(0);
                 else
-                    row[j] = j < end ? row[j] : T(0);
+                    row[j] = j < end ? factor * row[j] : T(0);
             }
         }
     }
@@ -211,7 +209,6 @@ class Decay {
                     for (int64_t l = 0; l < kLanes; ++l) part[l] = sums_[(i - n) * kBlock + j + l];
                     Gem::store(m + i * side_ + n + j, sums_of_lanes<T>(part));
                 }
-                for (int64_t j = n + kBlock; j < side_; ++j) m[i * side_ + j] = 0;
             }
         }
     }
