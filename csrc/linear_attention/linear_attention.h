@@ -19,6 +19,7 @@ struct AttentionView {
     void* data = nullptr;
     DType dtype = DType::F32;
     int64_t batch = 0, time = 0, head = 0, row = 0, last = 0;
+    bool past_caches = false;  // of an output: too large to stay in a cache until it is read
 };
 
 enum class Gate { None, Scalar, Vector };

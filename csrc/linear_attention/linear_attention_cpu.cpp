@@ -81,6 +81,9 @@ void for_units(const Units& units, int64_t bytes, int threads, const F& work) {
     const auto run = [&](char* scratch) {
         const FlushToZero flush;
         for (int64_t i; (i = next.fetch_add(1)) < count;) work(units[i], scratch);
+#if defined(__x86_64__)
+        _mm_sfence();  // stores past the caches are done before the caller reads
+#endif
     };
     if (threads == 1) return run(arena.data());
 #pragma omp parallel num_threads(threads)

@@ -36,6 +36,7 @@ AttentionView view(const Tensor& t, DType dtype, bool has_last, bool has_time = 
     if (has_time) v.time = t.stride(d++);
     v.head = t.stride(d++);
     v.last = has_last ? t.stride(d) : 1;
+    v.past_caches = t.numel() * size_of(dtype) >= int64_t{4} << 20;
     return v;
 }
 

@@ -75,13 +75,35 @@ inline void read_rows(const AttentionView& x, int64_t offset, int64_t stride, in
     });
 }
 
+// A cache line to memory, without reading what was there.
+inline void store_past_caches(void* target, const void* line) {
+#if defined(__AVX512F__)
+    _mm512_stream_si512(static_cast<__m512i*>(target), _mm512_load_si512(line));
+#elif defined(__x86_64__)
+    for (int i = 0; i < 4; ++i)
+        _mm_stream_si128(static_cast<__m128i*>(target) + i, _mm_load_si128(static_cast<const __m128i*>(line) + i));
+#else
+    __builtin_memcpy(target, line, 64);
+#endif
+}
+
 template <class T>
 inline void write_rows(const AttentionView& x, int64_t offset, int64_t stride, int64_t count, int64_t size,
                        const T* __restrict in, int64_t ld) {
     with_type(x.dtype, [&](auto* tag) {
-        auto* row = static_cast<decltype(tag)>(x.data) + offset;
+        using Element = std::remove_pointer_t<decltype(tag)>;
+        constexpr int64_t kLine = 64 / sizeof(Element);
+        alignas(64) Element line[kLine];
+        auto* row = static_cast<Element*>(x.data) + offset;
         for (int64_t i = 0; i < count; ++i, row += stride, in += ld) {
             auto* __restrict p = row;
+            if (x.past_caches && x.last == 1 && reinterpret_cast<uintptr_t>(p) % 64 == 0 && size % kLine == 0) {
+                for (int64_t j = 0; j < size; j += kLine) {
+                    for (int64_t l = 0; l < kLine; ++l) narrow(in[j + l], line[l]);
+                    store_past_caches(p + j, line);
+                }
+                continue;
+            }
             if (x.last == 1)
                 for (int64_t j = 0; j < size; ++j) narrow(in[j], p[j]);
             else
