@@ -80,7 +80,7 @@ if [ "$dry" = yes ]; then
   part tests 600 "$python" -m pytest -q -m "gpu or not slow" tests/cuda tests/triton
   part memcheck 60 bash -c 'sanitizer memcheck --only directions --only step'
   part racecheck 60 bash -c 'sanitizer racecheck --only directions --only step'
-  part bench 500 "$python" -m pyops bench --tiny --rounds 1 --no-memory --out "$out"
+  part bench 700 "$python" -m pyops bench --tiny --rounds 1 --no-memory --out "$out"
   part triton 60 bash -c 'sanitizer memcheck --only polar'
   part attention 120 bash -c 'sanitizer memcheck --only attention'
 else

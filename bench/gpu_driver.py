@@ -155,11 +155,10 @@ def attention(device: str) -> list[str]:
             checked += [first[0], first[1][None]]
         tolerance = 1e-4 if dtype == torch.float32 else 16 * torch.finfo(dtype).eps
         for i, (got, right) in enumerate(zip(results, checked, strict=True)):
-            size, what = (
-                float(right.detach().abs().max()),
-                f"linear_attention {gate} beta={corrected} {dtype} result {i}",
-            )
-            wrong += compare(what, got.double() / size, right / size, tolerance)
+            got, right = got.detach().double(), right.detach()
+            size = float(right.abs().max())
+            what = f"linear_attention {gate} beta={corrected} {dtype} result {i}"
+            wrong += compare(what, got / size, right / size, tolerance)
     return wrong
 
 

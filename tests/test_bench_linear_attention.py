@@ -115,7 +115,7 @@ def test_the_promised_table_is_there_in_full_shape():
         "scalar decay float32 1x2048x16x64, forward": (2.2, "best"),
         "scalar decay float32 1x2048x16x64, forward, token loop": (20, "torch token loop"),
         "scalar decay bfloat16 1x2048x16x64, forward, against float32": (5, "best"),
-        "scalar decay float32 1x2048x16x64, forward + backward, indexed loops": (16, usual),
+        "scalar decay float32 1x2048x16x64, forward + backward, indexed loop": (16, usual),
         "scalar decay float32 1x2048x16x64, forward + backward": (3, "best"),
         "scalar decay float32 1x2048x16x128, forward + backward": (12, usual),
         "vector decay float32 1x2048x16x64, forward + backward": (10, usual),
