@@ -189,6 +189,20 @@ class Chunk {
         std::fill(next + keys_ * vld_, next + kn_ * vld_, T(0));
     }
 
+    // The gradient of the state before the chunk, as far as it comes from later tokens and this chunk's reads.
+    void retreat(const LinearAttentionGradients& d, const Place& at, int64_t c, T* dstate) {
+        load(at, c);
+        prepare(true, true);
+        read_rows<T>(d.o, offset_of(d.o, at), d.o.time, c_, values_, T(1), o_, vld_);
+        const auto total = decay_.total();
+        engine_.multiply(keys_, vn_, c_, {decayed_q_, 1, kld_, o_, vld_, dstate, vld_, total.data, total.step});
+    }
+
+    void multiply_total(T* decay) const {
+        const auto total = decay_.total();
+        for (int64_t r = 0; r < keys_; ++r) decay[r] *= total.data[r * total.step];
+    }
+
     bool finite(const T* state) const {
         bool finite = true;
         for (int64_t r = 0; r < keys_; ++r) finite &= all_finite(state + r * vld_, vn_);

@@ -12,7 +12,6 @@
 
 #include <algorithm>
 #include <atomic>
-#include <cstdlib>
 
 #include "common/arena.h"
 #include "common/isa.h"
@@ -42,30 +41,50 @@ int64_t longest(const LinearAttention& p) {
     return longest;
 }
 
-// A sequence and a range of value heads.
+// A sequence is cut into `count` segments of `tokens` (the last may be shorter) where there are fewer heads than
+// threads.
+struct Segments {
+    int64_t count = 1, tokens = 0;
+};
+
+// Every `group` heads go to one thread. The delta rule is not cut: its state goes through a K x K matrix per segment.
+Segments cut(const LinearAttention& p, int64_t group, int64_t chunk, int threads) {
+    const int64_t tokens = longest(p), units = p.sequences * (p.value_heads / group);
+    if (p.delta || units == 0 || units >= threads || tokens <= 4 * chunk) return {1, tokens};
+    const int64_t wanted = 4 * threads / units, least = 4 * chunk;
+    const int64_t length = std::max(padded((tokens + wanted - 1) / wanted, chunk), least);
+    return {(tokens + length - 1) / length, length};
+}
+
+// A segment, numbered over all sequences, and a range of value heads.
 struct Unit {
-    int64_t sequence, batch, start, length, first_head, last_head;
+    int64_t segment, batch, start, length, first_head, last_head;
 };
 
 class Units {
   public:
     // Ranges hold whole groups of `group` heads, at most `most` heads, and give every thread a few units if they can.
-    Units(const LinearAttention& p, int64_t group, int64_t most, int threads) : p_(p) {
+    Units(const LinearAttention& p, const Segments& segments, int64_t group, int64_t most, int threads)
+        : p_(p), segments_(segments) {
         const int64_t groups = p.value_heads / group;
         const int64_t wanted = std::max<int64_t>(1, p.sequences * groups / (2 * threads));
         heads_ = std::min(wanted, std::max<int64_t>(1, most / group)) * group;
         ranges_ = (p.value_heads + heads_ - 1) / heads_;
     }
-    int64_t count() const { return p_.sequences * ranges_; }
+    int64_t count() const { return p_.sequences * segments_.count * ranges_; }
     int64_t heads() const { return heads_; }
     Unit operator[](int64_t i) const {
-        const int64_t n = i / ranges_, first = i % ranges_ * heads_;
+        const int64_t segment = i / ranges_, first = i % ranges_ * heads_, n = segment / segments_.count;
         const int64_t start = p_.starts ? p_.starts[n] : 0, end = p_.starts ? p_.starts[n + 1] : p_.length;
-        return {n, p_.starts ? 0 : n, start, end - start, first, std::min(first + heads_, p_.value_heads)};
+        const int64_t skipped = std::min(segment % segments_.count * segments_.tokens, end - start);
+        return {segment,         p_.starts ? 0 : n,
+                start + skipped, std::min(segments_.tokens, end - start - skipped),
+                first,           std::min(first + heads_, p_.value_heads)};
     }
 
   private:
     const LinearAttention& p_;
+    Segments segments_;
     int64_t heads_, ranges_;
 };
 
@@ -106,6 +125,59 @@ void write_state(const AttentionView& x, int64_t sequence, int64_t head, int64_t
     if (x.data) write_rows<T>(x, sequence * x.batch + head * x.head, x.row, keys, values, state, ld);
 }
 
+// What each segment makes of a zero state, and its total decay: together they give the state before every segment.
+template <class T>
+class SegmentStates {
+  public:
+    SegmentStates(const LinearAttention& p, const Segments& segments)
+        : p_(p),
+          count_(segments.count),
+          size_(p.key_dim * p.value_dim),
+          all_(p.sequences * segments.count * p.value_heads),
+          arena_((all_ * (size_ + p.key_dim) + size_) * static_cast<int64_t>(sizeof(T))) {}
+
+    T* state(int64_t segment, int64_t head) const { return data() + (segment * p_.value_heads + head) * size_; }
+    T* decay(int64_t segment, int64_t head) const {
+        return data() + all_ * size_ + (segment * p_.value_heads + head) * p_.key_dim;
+    }
+    AttentionView view() const {
+        AttentionView v{arena_.data(), sizeof(T) == 8 ? DType::F64 : DType::F32};
+        v.batch = p_.value_heads * size_;
+        v.head = size_;
+        v.row = p_.value_dim;
+        v.last = 1;
+        return v;
+    }
+
+    // From the states that segments make of zero to those that they start from: the first of a sequence from `from`, or
+    // zero; the state after the last goes to `to`. With `reversed`, the last segment is the first.
+    void combine(const AttentionView& from, const AttentionView& to, bool reversed) const {
+        T* running = data() + all_ * (size_ + p_.key_dim);
+        for (int64_t n = 0; n < p_.sequences; ++n)
+            for (int64_t h = 0; h < p_.value_heads; ++h) {
+                read_state(from, n, h, p_.key_dim, p_.value_dim, running, p_.key_dim, p_.value_dim);
+                for (int64_t i = 0; i < count_; ++i) {
+                    const int64_t segment = n * count_ + (reversed ? count_ - 1 - i : i);
+                    const T* a = decay(segment, h);
+                    T* own = state(segment, h);
+                    for (int64_t e = 0; e < size_; ++e) {
+                        const T factor = a[e / p_.value_dim], before = running[e];
+                        running[e] = factor == 0 ? own[e] : own[e] + factor * before;
+                        own[e] = before;
+                    }
+                }
+                write_state(to, n, h, p_.key_dim, p_.value_dim, running, p_.value_dim);
+            }
+    }
+
+  private:
+    T* data() const { return reinterpret_cast<T*>(arena_.data()); }
+
+    const LinearAttention& p_;
+    int64_t count_, size_, all_;
+    Arena arena_;
+};
+
 template <class C>
 struct Walk {
     using T = typename C::T;
@@ -136,8 +208,69 @@ struct Walk {
 
     static void forward(const LinearAttention& p, const AttentionView& o, const AttentionView& final_state,
                         int threads) {
+        const Segments segments = cut(p, 1, chunk_size(p), threads);
+        if (segments.count == 1) return forward(p, segments, o, final_state, threads);
+        const SegmentStates<T> states(p, segments);
+        summarise(p, segments, nullptr, states, threads);
+        states.combine(p.initial_state, final_state, false);
+        LinearAttention cut_up = p;
+        cut_up.initial_state = states.view();
+        forward(cut_up, segments, o, {}, threads);
+    }
+
+    static void backward(const LinearAttention& p, const LinearAttentionGradients& d, int threads) {
+        const Segments segments = cut(p, p.q_group, chunk_size(p), threads);
+        if (segments.count == 1) return backward(p, segments, d, threads);
+        const SegmentStates<T> states(p, segments), dstates(p, segments);
+        summarise(p, segments, nullptr, states, threads);
+        states.combine(p.initial_state, {}, false);
+        summarise(p, segments, &d, dstates, threads);
+        dstates.combine(d.state, d.initial_state, true);
+        LinearAttention cut_up = p;
+        cut_up.initial_state = states.view();
+        LinearAttentionGradients cut_d = d;
+        cut_d.state = dstates.view();
+        cut_d.initial_state = {};
+        backward(cut_up, segments, cut_d, threads);
+    }
+
+  private:
+    // What every segment makes of a zero state; with gradients, of a zero gradient of its last state, backward.
+    static void summarise(const LinearAttention& p, const Segments& segments, const LinearAttentionGradients* d,
+                          const SegmentStates<T>& out, int threads) {
         const int64_t size = chunk_size(p);
-        const Units units(p, 1, 4, threads);
+        const Units units(p, segments, 1, 1, threads);
+        Pieces count(nullptr);
+        const C probe(p, size, d != nullptr, count);
+        const int64_t state_size = probe.state_size(), ld = probe.state_ld(), rows = probe.state_rows();
+        count.take<T>(state_size);
+        for_units(units, count.used(), threads, [&](const Unit& unit, char* scratch) {
+            Pieces pieces(scratch);
+            C chunk(p, size, d != nullptr, pieces);
+            T* state = pieces.take<T>(state_size);
+            const int64_t h = unit.first_head, chunks = (unit.length + size - 1) / size;
+            T* decay = out.decay(unit.segment, h);
+            std::fill(decay, decay + p.key_dim, T(1));
+            std::fill(state, state + rows * ld, T(0));
+            bool finite = true;
+            for (int64_t i = 0; i < chunks; ++i) {
+                const int64_t t = (d ? chunks - 1 - i : i) * size;
+                const Place at{unit.batch, unit.start + t, h};
+                if (d)
+                    chunk.retreat(*d, at, std::min(size, unit.length - t), state);
+                else
+                    step(chunk, at, std::min(size, unit.length - t), state, state, finite, false);
+                chunk.multiply_total(decay);
+            }
+            for (int64_t r = 0; r < p.key_dim; ++r)
+                std::copy_n(state + r * ld, p.value_dim, out.state(unit.segment, h) + r * p.value_dim);
+        });
+    }
+
+    static void forward(const LinearAttention& p, const Segments& segments, const AttentionView& o,
+                        const AttentionView& final_state, int threads) {
+        const int64_t size = chunk_size(p);
+        const Units units(p, segments, 1, 4, threads);
         Pieces count(nullptr);
         const C probe(p, size, false, count);
         const int64_t state_size = probe.state_size(), ld = probe.state_ld(), rows = probe.state_rows();
@@ -150,7 +283,7 @@ struct Walk {
             bool* finite = pieces.take<bool>(units.heads());
             for (int64_t h = unit.first_head; h < unit.last_head; ++h) {
                 T* state = states + (h - unit.first_head) * state_size;
-                read_state(p.initial_state, unit.sequence, h, p.key_dim, p.value_dim, state, rows, ld);
+                read_state(p.initial_state, unit.segment, h, p.key_dim, p.value_dim, state, rows, ld);
                 finite[h - unit.first_head] = chunk.finite(state);
             }
             for (int64_t t = 0; t < unit.length; t += size)
@@ -166,15 +299,17 @@ struct Walk {
                     chunk.write_output(o, at);
                 }
             for (int64_t h = unit.first_head; h < unit.last_head; ++h)
-                write_state(final_state, unit.sequence, h, p.key_dim, p.value_dim,
+                write_state(final_state, unit.segment, h, p.key_dim, p.value_dim,
                             states + (h - unit.first_head) * state_size, ld);
         });
     }
 
-    static void backward(const LinearAttention& p, const LinearAttentionGradients& d, int threads) {
-        const int64_t size = chunk_size(p);
-        const Units units(p, p.q_group, std::getenv("HB") ? std::atoi(std::getenv("HB")) : 4, threads);
-        const int64_t chunks = (longest(p) + size - 1) / size;
+    static void backward(const LinearAttention& p, const Segments& segments, const LinearAttentionGradients& d,
+                         int threads) {
+        const int64_t size = chunk_size(p), chunks = (segments.tokens + size - 1) / size;
+        // Neighbouring heads share pages of the inputs, but their kept states should not outgrow the caches by far.
+        const int64_t kept = (chunks + 2) * p.key_dim * p.value_dim * static_cast<int64_t>(sizeof(T));
+        const Units units(p, segments, p.q_group, std::clamp<int64_t>((int64_t{16} << 20) / (kept + 1), 1, 4), threads);
         Pieces count(nullptr);
         const C probe(p, size, true, count);
         const int64_t state_size = probe.state_size(), ld = probe.state_ld(), rows = probe.state_rows();
@@ -193,8 +328,8 @@ struct Walk {
             const int64_t used = (unit.length + size - 1) / size;
             for (int64_t i = 0; i < heads; ++i) {
                 const int64_t h = unit.first_head + i;
-                read_state(p.initial_state, unit.sequence, h, p.key_dim, p.value_dim, state_of(i, 0), rows, ld);
-                read_state(d.state, unit.sequence, h, p.key_dim, p.value_dim, dstates + i * state_size, rows, ld);
+                read_state(p.initial_state, unit.segment, h, p.key_dim, p.value_dim, state_of(i, 0), rows, ld);
+                read_state(d.state, unit.segment, h, p.key_dim, p.value_dim, dstates + i * state_size, rows, ld);
                 finite[i] = chunk.finite(state_of(i, 0));
             }
             for (int64_t c = 0; c + 1 < used; ++c)
@@ -225,7 +360,7 @@ struct Walk {
                 }
             }
             for (int64_t i = 0; i < heads; ++i)
-                write_state(d.initial_state, unit.sequence, unit.first_head + i, p.key_dim, p.value_dim,
+                write_state(d.initial_state, unit.segment, unit.first_head + i, p.key_dim, p.value_dim,
                             dstates + i * state_size, ld);
         });
     }
@@ -284,7 +419,7 @@ void step_all(const LinearAttention& p, const AttentionView& out, int threads) {
     const int64_t keys = p.key_dim, values = p.value_dim;
     Pieces count(nullptr);
     for (int64_t size : {keys, keys, keys, values, values, keys * values, int64_t{1}}) count.take<T>(size);
-    const Units units(p, 1, 4, threads);
+    const Units units(p, {1, 1}, 1, 4, threads);
     for_units(units, count.used(), threads, [&](const Unit& unit, char* scratch) {
         Pieces pieces(scratch);
         T *q = pieces.take<T>(keys), *k = pieces.take<T>(keys), *a = pieces.take<T>(keys);
@@ -307,11 +442,11 @@ void step_all(const LinearAttention& p, const AttentionView& out, int threads) {
             if (p.gate != Gate::Vector) std::fill(a, a + keys, a[0]);
             if (p.delta) row(p.beta, h / p.beta_group, 1, T(1), beta);
             const bool direct = x.last == 1;
-            T* state = direct ? static_cast<T*>(x.data) + unit.sequence * x.batch + h * x.head : copy;
+            T* state = direct ? static_cast<T*>(x.data) + unit.segment * x.batch + h * x.head : copy;
             const int64_t ld = direct ? x.row : values;
-            if (!direct) read_state<T>(x, unit.sequence, h, keys, values, state, keys, ld);
+            if (!direct) read_state<T>(x, unit.segment, h, keys, values, state, keys, ld);
             step_state<T>(keys, values, q, k, a, p.delta ? beta : nullptr, v, state, ld, o);
-            if (!direct) write_state<T>(x, unit.sequence, h, keys, values, state, ld);
+            if (!direct) write_state<T>(x, unit.segment, h, keys, values, state, ld);
             write_rows<T>(out, offset_of(out, {unit.batch, 0, h}), 0, 1, values, o, values);
         }
     });
