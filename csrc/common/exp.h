@@ -1,4 +1,5 @@
-// exp on whole vectors: plain code without branches, which the compiler vectorises for every instruction set.
+// exp on whole vectors: plain code without branches, which the compiler vectorises for every instruction set, if it is
+// inlined into the loop.
 #pragma once
 
 #include <cstdint>
@@ -8,7 +9,7 @@ namespace pyops::PYOPS_ISA {
 // e^x with an error below 1 ulp (float) and 2 ulp (double); 0 for -inf and below the normal range's end, inf above
 // it, NaN for NaN. n = round(x / ln 2) comes from adding 1.5 * 2^mantissa; the rest lies within half of ln 2 and goes
 // through its Taylor series (float: degree 7, remainder 5e-9; double: degree 13, 4e-18); 2^n is applied in two halves.
-inline float exp_of(float x) {
+[[gnu::always_inline]] inline float exp_of(float x) {
     const float low = x < -104.0f ? -104.0f : x, at = low > 89.0f ? 89.0f : low;
     const float shifted = at * 1.44269504f + 12582912.0f, n = shifted - 12582912.0f;
     const float r = (at - n * 0.693145752f) - n * 1.42860677e-6f;
@@ -26,7 +27,7 @@ inline float exp_of(float x) {
     return x != x ? x : p * a * b;
 }
 
-inline double exp_of(double x) {
+[[gnu::always_inline]] inline double exp_of(double x) {
     const double low = x < -746.0 ? -746.0 : x, at = low > 710.0 ? 710.0 : low;
     const double shifted = at * 1.4426950408889634 + 6755399441055744.0, n = shifted - 6755399441055744.0;
     const double r = (at - n * 0.693147180369123816490) - n * 1.90821492927058770002e-10;
