@@ -80,6 +80,47 @@ def test_gradients_no_worse_than_those_of_the_naive_loop(form):
         assert_close(gradient, exact[name], bound, f"error of the gradient of {name}")
 
 
+def few_heads(form, dtype, **options):
+    """One head and more tokens than threads can share out by heads: a kernel may cut the sequence."""
+    torch.set_num_threads(4)
+    return oracle.inputs(form, dtype, 1, 1100, 1, 8, value_dim=6, sequences=2, **options), {
+        "cu_seqlens": torch.tensor([0, 0, 1100])
+    }
+
+
+@pytest.mark.parametrize("dtype", [F32, BF16], ids=["float32", "bfloat16"])
+@forms
+def test_few_heads_and_many_tokens(form, dtype):
+    tensors, options = few_heads(form, dtype, decay=0.005, resets=0.001)
+    results, wanted = oracle.run(tensors, **options), oracle.exact(tensors, **options)
+    assert_same_bits(oracle.run(tensors, **options), results, "another run")
+    for name, result, reference in zip(("o", "final state"), results, wanted, strict=True):
+        oracle.assert_within(result, reference, oracle.gate(form, dtype), f"{form.name} {name}")
+    weights = oracle.weights_like(wanted, dtype)
+    found = oracle.gradients(oracle.run, tensors, weights, **options)
+    exact = oracle.exact_gradients(tensors, weights, **options)
+    for name, gradient in found.items():
+        gate = oracle.gradient_gate(name, dtype)
+        oracle.assert_within(gradient, exact[name], gate, f"{form.name} gradient of {name}")
+
+
+@forms
+def test_few_heads_contain_nan_and_drop_it_at_a_reset(form):
+    tensors, options = few_heads(form, F32)
+    good = oracle.run(tensors, **options)
+    tensors["k"][:, 300] = torch.nan
+    o, final = oracle.run(tensors, **options)
+    assert_close(o[:, :300], good[0][:, :300], oracle.gate(form, F32))
+    assert o[:, 300:].isnan().all() and final[1].isnan().all() and final[0].isfinite().all()
+    if form.gate:
+        tensors["g"][:, 700] = -torch.inf
+        after = {name: t if name == "initial_state" else t[:, 700:] for name, t in tensors.items()}
+        o, final = oracle.run(tensors, **options)
+        wanted = oracle.exact(after, cu_seqlens=torch.tensor([0, 0, 400]))
+        assert_close(o[:, 700:], wanted[0], oracle.gate(form, F32))
+        assert_close(final, wanted[1], oracle.gate(form, F32))
+
+
 @pytest.mark.slow
 @dtypes
 @forms
