@@ -227,7 +227,10 @@ def state_kernel(
             k = load_tile(k_ptr, rows, c, k_t, k_c, inside, c_in)
         if DECAY == "scalar":
             g = load_line(g_ptr, rows, g_t, inside, dtype)
-            total = tl.sum(g, 0)[None, None]
+            total = tl.sum(g, 0)
+            if total == float("-inf"):  # a reset: rows of k before it meet zeros
+                bad += unusable(k)
+            total = total[None, None]
             g_next = load_line(g_ptr, rows + 1, g_t, (rows + 1 < end) & (i + 1 < C), dtype)
             after = tl.cumsum(g_next, 0, reverse=True)[:, None]
         if DECAY != "none":
@@ -259,7 +262,7 @@ def state_kernel(
                 beta = 1.0
                 if t_ptr is not None:
                     beta = tl.load(beta_ptr + at * beta_t).to(dtype)
-                s_next, u_at = advance(s_next, k_at, v_at, g_at, beta, DECAY, t_ptr is not None)
+                s_next, u_at = advance(s_next, k_at, v_at, g_at, beta, c_in, DECAY, t_ptr is not None)
                 u = tl.where((i == row)[:, None], u_at[None, :], u)
         if t_ptr is not None:
             store_tile(u_ptr, u, rows, x, HV * tl.full((), V, tl.int64), 1, inside, x_in)
@@ -338,7 +341,7 @@ def output_kernel(
                 k_at = load_line(k_ptr + at * k_t, c, k_c, c_in, dtype)
                 u_at = load_line(v_ptr + at * v_t, x, v_c, x_in, dtype)
                 q_at = load_line(q_ptr + at * q_t, c, q_c, c_in, dtype)
-                s, _ = advance(s, k_at, u_at, g_at, 1.0, DECAY, False)
+                s, _ = advance(s, k_at, u_at, g_at, 1.0, c_in, DECAY, False)
                 o = tl.where((i == row)[:, None], o + scale * tl.sum(q_at[:, None] * s, 0)[None, :], o)
     store_tile(
         o_ptr + ((batch * T + first) * HV + head) * V, o, i, x, HV * tl.full((), V, tl.int64), 1, inside, x_in
@@ -370,7 +373,7 @@ def step_kernel(
         g = token_gate(g_ptr + head // GG * g_h, batch, g_b, c, g_c, c_in, DECAY, dtype)
     if beta_ptr is not None:
         beta = tl.load(beta_ptr + batch * beta_b + head // GB * beta_h).to(dtype)
-    s, _ = advance(s, k, v, g, beta, DECAY, beta_ptr is not None)
+    s, _ = advance(s, k, v, g, beta, c_in, DECAY, beta_ptr is not None)
     store_tile(state_ptr, s, c, x, s_k, s_v, c_in, x_in)
     o = tl.full((), scale, dtype) * tl.sum(q[:, None] * s, 0)
     tl.store(o_ptr + (batch * HV + head) * V + x, o.to(o_ptr.dtype.element_ty), x_in)

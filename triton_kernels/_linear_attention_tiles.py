@@ -175,11 +175,14 @@ def token_gate(ptr, token, token_stride, c, c_stride, c_inside, DECAY: tl.conste
 
 
 @triton.jit
-def advance(s, k, v, g, beta, DECAY: tl.constexpr, DELTA: tl.constexpr):
-    """One token: (Diag(e^g) S + k^T u, u), u = v or beta (v - k S of the decayed S)."""
+def advance(s, k, v, g, beta, k_inside, DECAY: tl.constexpr, DELTA: tl.constexpr):
+    """One token: (Diag(e^g) S + k^T u, u), u = v or beta (v - k S of the decayed S).
+
+    Rows of S outside K stay 0, where 0 * NaN would be NaN, which no decay drops again.
+    """
     if DECAY != "none":
         s = fade(s, g)
     u = v
     if DELTA:
         u = beta * (v - tl.sum(k[:, None] * s, 0))
-    return s + k[:, None] * u[None, :], u
+    return tl.where(k_inside[:, None], s + k[:, None] * u[None, :], 0.0), u

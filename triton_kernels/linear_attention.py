@@ -110,7 +110,9 @@ class Problem:
         self.gq = self.heads // max(heads, 1)
         self.gg = 1 if g is None else self.heads // g.shape[2]
         self.gb = 1 if beta is None else self.heads // beta.shape[2]
-        self.blocks = b = BLOCKS[q.dtype]
+        # v - k S cancels most where K is small; bfloat16 operands would leave 1e-2 of it.
+        narrow = self.delta and self.dk < 16 and q.dtype == torch.bfloat16
+        self.blocks = b = BLOCKS[torch.float16 if narrow else q.dtype]
         self.precision = "ieee" if torch.version.hip else b.precision
         chunk = max(16, min(chunk_size or b.chunk, b.largest))
         if self.delta:  # a tile of C rows and all of K should not take more than 32 KiB
