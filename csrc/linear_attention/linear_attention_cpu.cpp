@@ -414,8 +414,9 @@ void step_state(int64_t keys, int64_t values, const T* q, const T* k, const T* a
     }
 }
 
+// One token of every sequence: `before` becomes p.initial_state, the state that is stepped, unless they are the same.
 template <class T>
-void step_all(const LinearAttention& p, const AttentionView& out, int threads) {
+void step_as(const LinearAttention& p, const AttentionView& before, const AttentionView& out, int threads) {
     const int64_t keys = p.key_dim, values = p.value_dim;
     Pieces count(nullptr);
     for (int64_t size : {keys, keys, keys, values, values, keys * values, int64_t{1}}) count.take<T>(size);
@@ -444,12 +445,16 @@ void step_all(const LinearAttention& p, const AttentionView& out, int threads) {
             const bool direct = x.last == 1;
             T* state = direct ? static_cast<T*>(x.data) + unit.segment * x.batch + h * x.head : copy;
             const int64_t ld = direct ? x.row : values;
-            if (!direct) read_state<T>(x, unit.segment, h, keys, values, state, keys, ld);
+            if (!direct || before.data != x.data) read_state<T>(before, unit.segment, h, keys, values, state, keys, ld);
             step_state<T>(keys, values, q, k, a, p.delta ? beta : nullptr, v, state, ld, o);
             if (!direct) write_state<T>(x, unit.segment, h, keys, values, state, ld);
             write_rows<T>(out, offset_of(out, {unit.batch, 0, h}), 0, 1, values, o, values);
         }
     });
+}
+
+void step_all(const LinearAttention& p, const AttentionView& before, const AttentionView& out, int threads) {
+    p.q.dtype == DType::F64 ? step_as<double>(p, before, out, threads) : step_as<float>(p, before, out, threads);
 }
 
 template <class F>
@@ -466,6 +471,11 @@ void with_chunk(const LinearAttention& p, const F& f) {
 }  // namespace
 
 void linear_attention(const LinearAttention& problem, const AttentionView& o, const AttentionView& state, int threads) {
+    if (problem.length == 1 && !problem.starts) {
+        LinearAttention step = problem;
+        step.initial_state = state;
+        return step_all(step, problem.initial_state, o, threads);
+    }
     with_chunk(problem,
                [&](auto* chunk) { Walk<std::remove_pointer_t<decltype(chunk)>>::forward(problem, o, state, threads); });
 }
@@ -477,7 +487,7 @@ void linear_attention_backward(const LinearAttention& problem, const LinearAtten
 }
 
 void linear_attention_step(const LinearAttention& problem, const AttentionView& o, int threads) {
-    problem.q.dtype == DType::F64 ? step_all<double>(problem, o, threads) : step_all<float>(problem, o, threads);
+    step_all(problem, problem.initial_state, o, threads);
 }
 
 }  // namespace pyops::PYOPS_ISA
