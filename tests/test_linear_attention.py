@@ -331,13 +331,18 @@ TestLinearAttention = op_suite(Spec(CASES, EDGES, ERRORS, [__file__, *OTHERS], A
 
 
 def test_which_says_where_amx_serves():
-    """AMX multiplies bfloat16; the other dtypes have the vector units."""
-    served = {}
-    for dtype in (F64, F32, BF16, F16):
-        args = CASES[0].op_args(*CASES[0].inputs(dtype))
-        served[dtype] = pyops.which("linear_attention", *args)
-    assert all("amx" not in served[dtype] for dtype in (F64, F32, F16))
-    assert served[BF16] in (served[F32], "cpu:amx")
+    """AMX multiplies bfloat16 where no size is below 32; the other dtypes have the vector units."""
+    cu_seqlens = torch.tensor([0, 31, 62])
+
+    def served(dtype, length, key_dim, value_dim, cu_seqlens=None):
+        q, v = (torch.zeros(1, length, 1, size, dtype=dtype) for size in (key_dim, value_dim))
+        return pyops.which("linear_attention", q, q, v, None, None, None, cu_seqlens, 1.0, 0)
+
+    vector = served(F32, 64, 64, 64)
+    assert all(served(dtype, 64, 64, 64) == vector for dtype in (F64, F16))
+    assert served(BF16, 64, 64, 64) in (vector, "cpu:amx")
+    for sizes in ((31, 64, 64), (64, 31, 64), (64, 64, 31), (62, 64, 64, cu_seqlens)):
+        assert served(BF16, *sizes) == vector
 
 
 @pytest.mark.parametrize("name", ["linear_attention", "linear_attention_backward", "linear_attention_step_"])

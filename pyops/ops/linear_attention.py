@@ -378,8 +378,12 @@ def _backward_vmap(info, in_dims, *args):
     return tuple(unfolded), tuple(0 if there else None for there in given)
 
 
-def _amx(q: Tensor, *_: Any, **__: Any) -> bool:
-    return q.dtype == torch.bfloat16
+def _amx(q, k=None, v=None, g=None, beta=None, initial_state=None, cu_seqlens=None, *_, **__) -> bool:
+    """As the kernel decides: smaller products would be mostly padding."""
+    if q.dtype != torch.bfloat16 or v is None:
+        return False
+    longest = q.shape[1] if cu_seqlens is None else int(cu_seqlens.diff().max())
+    return min(q.shape[-1], v.shape[-1], longest) >= 32
 
 
 _library.register(
@@ -402,7 +406,7 @@ _library.register(
     cuda=triton("linear_attention", "linear_attention_backward"),
     vmap=_backward_vmap,
     backward=_no_second_derivative,
-    uses_amx=lambda grad_o, grad_state, q, *_: _amx(q),
+    uses_amx=lambda grad_o, grad_state, *inputs, **others: _amx(*inputs, **others),
 )
 _library.register(
     "linear_attention_step_",
