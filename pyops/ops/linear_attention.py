@@ -86,6 +86,9 @@ def linear_attention(
         States and sums are in float32 (float64 for float64 inputs); memory beyond inputs and results does not
         grow with T in the forward, and by one state per chunk in the backward pass. NaN and Inf in a token
         reach that sequence and head from that token on, and nothing else; from v only their own column.
+        The same inputs give the same bits for a given number of threads; where there are fewer heads than
+        threads, long sequences are cut into segments (not by the delta rule), and another number rounds
+        differently.
 
         Gradients reach every tensor argument, also through the final state alone; a g of -inf has gradient 0.
         Second derivatives and forward mode raise RuntimeError. ``torch.vmap`` works, but not with
