@@ -1,6 +1,48 @@
-"""Triton launchers of the linear-attention recurrence, chunk by chunk.
+"""Triton launchers of the linear-attention recurrence: forward, backward and one decode step.
 
-(header written last)
+Mathematics. Per token and value head, S in R^(K x V): S <- Diag(e^g) S; u = v, or beta (v - k S) for the
+delta rule; S <- S + k^T u; o = scale q S. A chunk of C tokens starts in S and ends in S'. With G_i the sum of
+g from the chunk's start to token i, G over the whole chunk, D_ij = e^(g_(j+1) + ... + g_i) for i >= j:
+
+    A_ij = scale sum_c q_ic k_jc D_ijc, i >= j;      M_ij = sum_c k_ic k_jc D_ijc, i > j
+    U = V, or T R with T = (I + Diag(beta) M)^-1, R = beta (V - (K e^(G_i)) S)                  (delta rule)
+    O = scale (Q e^(G_i)) S + A U,      S' = e^G S + (K e^(G - G_i))^T U
+
+and backward, from dO and the gradient dS' of the chunk's last state, with X = T^T dU for the delta rule:
+
+    dU = A^T dO + (K e^(G - G_i)) dS';   dV = dU, or beta X
+    dS = e^G dS' + scale (Q e^(G_i))^T dO [- (K e^(G_i))^T dV]
+    dA = scale dO U^T;  dM = -beta X U^T;  dQ, dK: their sums over D, and through S and dS'
+    dbeta_i = X_i (V - (K e^(G_i)) S)_i^T - sum_j (X_i U_j^T) M_ij
+    dg_t = e^G <S, dS'> + sum over i >= t of what comes from before i - sum of what goes on after i
+           + sum over i < t of k_i dk_i through S'
+
+The delta rule thus needs no W = T (beta e^(G_i) K) in memory, one product C x C x V more in the pass instead.
+dg is summed in this form, and without the diagonals of dA, because the usual q dq - k dk loses to rounding
+what a strong decay leaves.
+
+Decays are exponentials of sums of g, never quotients of exponentials: exact resets at g = -inf, no overflow
+for g <= 0. A scalar D_ij is a difference of sums kept in two floats. For a vector decay, products over rows
+of 16 use the sums up to their first or after their last row; within the 16, one distance i - j after another.
+
+Tiling. `decays_kernel`, `scores_kernel` (vector decay: A and M) and `solve_kernel` (T) run over chunks;
+`state_kernel` over sequences, heads and blocks of S, chunk after chunk in registers, storing S before each;
+`output_kernel` over chunks again. Backward repeats these but the last; `state_backward_kernel` goes through
+the chunks in reverse; `values_kernel`, `grad_scores_kernel`, `grads_kernel` or `channel_grads_kernel` and
+`gate_kernel` run over chunks. There are no atomics: value heads that share a head, and blocks of K, are added
+up afterwards in a fixed order. Forward costs 4 K V + 2 C (K + V) flops per token and value head and moves
+3 (K + V) + 2 K V / C elements; the delta rule adds 2 K V + 2 C (K + V) flops and 2 C + K + 2 V elements, a
+vector decay 3 C + 4 K elements and 16 K exponentials. Backward: 10 K V + 6 C K + 4 C V flops; S and dS' of
+every chunk are its only memory that grows with K V.
+
+Precision. bfloat16 operands, float32 sums. float16 is widened and multiplied in TF32, which has its digits
+but float32's range: states and gradients overflow float16. float32 uses IEEE products, float64 its own.
+
+NaN. A product would carry 0 * NaN past a reset or back to earlier tokens. The forward kernels look for it and
+then repeat the chunk token by token; the backward pass keeps it within its sequence and head.
+
+Sequences of different lengths come as a table of chunks that is built from cu_seqlens, which is read once.
+Every offset is 64-bit. Importing needs no GPU and no driver.
 """
 
 from __future__ import annotations
@@ -31,7 +73,7 @@ from ._linear_attention_forward import (
 
 @dataclass(frozen=True)
 class Blocks:
-    """Operands of the products, tl.dot's precision for them; default and largest chunk; K and V blocks."""
+    """Operands of the products, tl.dot's precision for them; default and largest chunk; blocks of K and V."""
 
     operand: torch.dtype
     precision: str
@@ -41,6 +83,9 @@ class Blocks:
     v: int
 
 
+# bfloat16: 64 rows fill a warpgroup's tensor core instruction, and C near K balances C^2 against K V.
+# Four-byte operands: half as many columns in the same registers. IEEE float32 and float64 products gain
+# nothing from a longer chunk, which only adds to C^2.
 BLOCKS = {
     torch.float64: Blocks(torch.float64, "ieee", 16, 32, 32, 32),
     torch.float32: Blocks(torch.float32, "ieee", 32, 64, 32, 32),

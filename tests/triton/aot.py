@@ -106,3 +106,27 @@ def narrow_offsets(compiled):
     products = set(re.findall(r"(%\S+) = arith\.muli .* : (?:tensor<[\dx]*)?i32", text))
     widened = re.findall(r"arith\.extsi (%\S+) : .*", text)
     return narrow + [f"extsi of the 32-bit product {name}" for name in widened if name in products]
+
+
+def faults(title, launch, arch, spills):
+    """What `launch()` launches, compiled: what exceeds the bounds. Prints a table.
+
+    Args:
+        spills: kernel name -> bytes per thread that it may spill; 0 for the others.
+    """
+    with record(arch) as launches:
+        launch()
+    assert launches
+    _, shared = TARGETS[arch]
+    print(f"\n{title} {arch}\n{'kernel':22} registers  spilled  shared")
+    wrong = []
+    for item in launches:
+        compiled = item.compile()
+        used = usage(compiled)
+        print(f"{item.name:22} {used.registers:9} {used.spilled:8} {used.shared:7}")
+        if used.spilled > spills.get(item.name, 0):
+            wrong.append(f"{item.name} spills {used.spilled}")
+        if used.shared > shared:
+            wrong.append(f"{item.name} wants {used.shared} bytes of shared memory, {arch} has {shared}")
+        wrong += [f"{item.name}: {line}" for line in narrow_offsets(compiled)]
+    return wrong

@@ -115,21 +115,9 @@ def cells():
 @pytest.mark.parametrize(("case", "arch"), list(cells()))
 def test_compiles_within_the_bounds(case, arch):
     launch, *arguments = case
-    with aot.record(arch) as launches:
-        launch(*arguments)
-    assert launches
-    _, shared = aot.TARGETS[arch]
-    print(f"\n{title(case)} {arch}\n{'kernel':20} registers  spilled  shared")
-    wrong = []
-    for item in launches:
-        compiled = item.compile()
-        used = aot.usage(compiled)
-        print(f"{item.name:20} {used.registers:9} {used.spilled:8} {used.shared:7}")
-        if used.spilled > SPILLS.get((item.name, title(case)), 0):
-            wrong.append(f"{item.name} spills {used.spilled}")
-        if used.shared > shared:
-            wrong.append(f"{item.name} wants {used.shared} bytes of shared memory, {arch} has {shared}")
-        wrong += [f"{item.name}: {line}" for line in aot.narrow_offsets(compiled)]
+    name = title(case)
+    spills = {kernel: size for (kernel, of), size in SPILLS.items() if of == name}
+    wrong = aot.faults(name, lambda: launch(*arguments), arch, spills)
     assert not wrong, "\n".join(wrong)
 
 

@@ -1,0 +1,84 @@
+"""The Triton kernels of linear attention, compiled ahead of time: what each uses, and its offsets."""
+
+import aot
+import pytest
+import torch
+from linear_attention_oracle import BF16, F16, F32, F64, FORM, FORMS
+from pyops.triton_kernels import linear_attention as kernels
+
+
+def meta(*shape, dtype):
+    return torch.empty(shape, dtype=dtype, device="meta")
+
+
+def launch(name, dtype, key_dim, value_dim, step=False, cu_seqlens=None):
+    """Forward and backward, or the decode step, of one form; two value heads share a head of q and k."""
+    form, wide = FORM[name], F64 if dtype == F64 else F32
+    q, k = (meta(2 - (cu_seqlens is not None), 256, 2, key_dim, dtype=dtype) for _ in range(2))
+    v = meta(q.shape[0], 256, 4, value_dim, dtype=dtype)
+    g = beta = None
+    if form.gate:
+        g = meta(*v.shape[:3], *(key_dim,) * (form.gate == "vector"), dtype=wide)
+    if form.delta:
+        beta = meta(*v.shape[:3], dtype=wide)
+    state = meta(2, 4, key_dim, value_dim, dtype=wide)
+    if step:
+        token = (None if t is None else t[:, 0] for t in (q, k, v, g, beta))
+        kernels.linear_attention_step_(*token, state, 0.1)
+    else:
+        kernels.linear_attention(q, k, v, g, beta, state, cu_seqlens, 0.1, 0)
+        kernels.linear_attention_backward(v, state, q, k, v, g, beta, state, cu_seqlens, 0.1, 0)
+
+
+SEQUENCES = torch.tensor([0, 100, 256])
+DEFAULT = [
+    ("kda", BF16, 128, 128, "sm_90"),
+    ("gated_delta", BF16, 128, 128, "gfx942"),
+    ("scalar", BF16, 64, 64, "sm_80"),
+    ("scalar", BF16, 128, 128, "sm_100"),
+]
+SLOW = [
+    *((form.name, BF16, 128, 128, arch) for form in FORMS for arch in aot.TARGETS),
+    *((form.name, dtype, 64, 64, arch) for form in FORMS for dtype in (F16, F32) for arch in aot.TARGETS),
+    *((form.name, BF16, 256, 256, "sm_90") for form in FORMS),
+    *((name, F64, 64, 64, "sm_90") for name in ("scalar", "kda")),
+    *(("gated_delta", BF16, key_dim, 64, "sm_90") for key_dim in (512, 1024)),
+    *(("kda", F32, key_dim, 64, "sm_90") for key_dim in (128, 256)),
+]
+CASES = DEFAULT + [case for case in SLOW if case not in DEFAULT]
+SPILLS = {}
+
+
+def title(case):
+    name, dtype, key_dim, value_dim, arch = case
+    return f"{name}-{str(dtype).removeprefix('torch.')}-{key_dim}-{value_dim}-{arch}"
+
+
+@pytest.mark.parametrize(
+    "case",
+    [pytest.param(c, id=title(c), marks=() if c in DEFAULT else pytest.mark.slow) for c in CASES],
+)
+def test_compiles_within_the_bounds(case):
+    *arguments, arch = case
+    wrong = aot.faults(title(case), lambda: launch(*arguments), arch, SPILLS.get(title(case), {}))
+    assert not wrong, "\n".join(wrong)
+
+
+def test_step_and_sequences_compile():
+    """The decode step, and the tables of chunks that cu_seqlens brings."""
+    wrong = aot.faults("step", lambda: launch("kda", BF16, 128, 128, step=True), "sm_90", {})
+    with aot.record("sm_90") as launches:
+        launch("scalar", BF16, 64, 64, cu_seqlens=SEQUENCES)
+    for item in launches:
+        if item.name in ("state_kernel", "output_kernel"):
+            wrong += aot.narrow_offsets(item.compile())
+    assert not wrong, "\n".join(wrong)
+
+
+def test_every_kernel_is_compiled():
+    """The default cases reach every kernel of the module."""
+    with aot.record("sm_90") as launches:
+        for name, *sizes, _ in DEFAULT:
+            launch(name, *sizes)
+        launch("kda", BF16, 128, 128, step=True)
+    assert {item.name for item in launches} == {name for name in vars(kernels) if name.endswith("_kernel")}
