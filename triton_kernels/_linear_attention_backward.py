@@ -371,9 +371,9 @@ def channel_grads_kernel(
     down = tl.zeros((16, BK), dtype)
     up = tl.zeros((16, BK), dtype)
     for distance in range(1, 16):
-        down += load_tile(g_ptr, rows - distance + 1, c, g_t, g_c, inside & (r >= distance), c_in)
+        down += load_tile(g_ptr, rows - distance + 1, c, g_t, g_c, inside & (r >= distance), c_in).to(dtype)
         up_in = (r + distance < 16) & (rows + distance < count)
-        up += load_tile(g_ptr, rows + distance, c, g_t, g_c, up_in, c_in)
+        up += load_tile(g_ptr, rows + distance, c, g_t, g_c, up_in, c_in).to(dtype)
         there = inside & (r >= distance)
         near = fade(load_tile(k_ptr, rows - distance, c, k_t, k_c, there, c_in), down)
         dq += load_line(grad_a_ptr, rows * C + rows - distance, 1, there, dtype)[:, None] * near

@@ -107,7 +107,7 @@ def scores_kernel(
             if m_ptr is not None:
                 value = tl.where(distance > 0, tl.sum(k * k_at, 1), 0.0)
                 m_near = tl.where(here, m_near + value[:, None], m_near)
-            between += load_tile(g_ptr, at, c, g_t, g_c, there, c_in)
+            between += load_tile(g_ptr, at, c, g_t, g_c, there, c_in).to(dtype)
     scale = tl.full((), scale, dtype)
     base = (chunk * HV + head) * (C * C)
     everywhere = r >= 0
@@ -210,7 +210,7 @@ def state_kernel(
     wide_k = HV * tl.full((), K, tl.int64)
     s = tl.zeros((BK, BV), dtype)
     if initial_ptr is not None:
-        s += load_tile(initial_ptr + sequence * s_n + head * s_h, c, x, s_k, s_v, c_in, x_in)
+        s += load_tile(initial_ptr + sequence * s_n + head * s_h, c, x, s_k, s_v, c_in, x_in).to(dtype)
     for _ in range(0, tl.cdiv(end - first, C).to(tl.int32)):
         store_tile(states_ptr + (chunk * HV + head) * K * V, s, c, x, V, 1, c_in, x_in)
         rows = first + i

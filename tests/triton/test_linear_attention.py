@@ -110,18 +110,22 @@ def test_sequences_groups_and_strides(run, form):
     assert_same_bits(final[empty], tensors["initial_state"][empty], "state of an empty sequence")
 
 
-def test_inputs_of_four_dtypes_and_no_state(run):
-    """g, beta in another dtype than q; no initial state; an expanded grad_o and g; a batch."""
-    form = FORM["gated_delta"]
-    tensors = oracle.inputs(form, BF16, 2, **SIZES | {"length": 18}, wide=F16)
-    tensors["beta"] = tensors["beta"].double()
-    del tensors["initial_state"]
-    tensors["g"] = tensors["g"][:, :1].expand(-1, 18, -1)
+@pytest.mark.parametrize(("dtype", "wide"), [(BF16, F16), (F32, F64), (F64, F32)], ids=str)
+def test_other_dtypes_of_gates_and_states(run, dtype, wide):
+    """An initial state too; an expanded grad_o and g; a batch."""
+    form = FORM["kda" if dtype == F32 else "gated_delta"]
+    tensors = oracle.inputs(form, dtype, 2, **SIZES | {"length": 18}, wide=wide)
+    tensors["g"] = tensors["g"][:, :1].expand(-1, 18, *[-1] * (tensors["g"].ndim - 2))
     o, state = forward(run, tensors)
-    weights = torch.ones(1, dtype=BF16).expand(o.shape), torch.zeros(state.shape)
+    weights = torch.ones(1, dtype=dtype).expand(o.shape), torch.zeros(state.shape, dtype=wide)
     exact = oracle.exact_gradients(tensors, [w.double() for w in weights], scale=0.3)
     for name, grad in backward(run, tensors, weights).items():
-        oracle.assert_within(grad, exact[name], oracle.gradient_gate(name, BF16), name)
+        gate = oracle.gradient_gate(name, max(dtype, wide, key=lambda d: torch.finfo(d).eps))
+        oracle.assert_within(grad, exact[name], gate, name)
+    del tensors["initial_state"]
+    again = forward(run, tensors)
+    for x, y in zip(again, oracle.exact(tensors, scale=0.3), strict=True):
+        oracle.assert_within(x, y, oracle.gate(form, dtype), "without a state")
 
 
 @gated

@@ -11,17 +11,19 @@ def meta(*shape, dtype):
     return torch.empty(shape, dtype=dtype, device="meta")
 
 
-def launch(name, dtype, key_dim, value_dim, step=False, cu_seqlens=None):
-    """Forward and backward, or the decode step, of one form; two value heads share a head of q and k."""
+def launch(name, dtype, key_dim, value_dim, *, step=False, cu_seqlens=None, shape=(2, 256, 2, 4)):
+    """Forward and backward, or the decode step, of one form; shape is (B, T, H, HV)."""
     form, wide = FORM[name], F64 if dtype == F64 else F32
-    q, k = (meta(2 - (cu_seqlens is not None), 256, 2, key_dim, dtype=dtype) for _ in range(2))
-    v = meta(q.shape[0], 256, 4, value_dim, dtype=dtype)
+    batch, length, heads, values = shape
+    q, k = (meta(batch, length, heads, key_dim, dtype=dtype) for _ in range(2))
+    v = meta(batch, length, values, value_dim, dtype=dtype)
     g = beta = None
     if form.gate:
         g = meta(*v.shape[:3], *(key_dim,) * (form.gate == "vector"), dtype=wide)
     if form.delta:
         beta = meta(*v.shape[:3], dtype=wide)
-    state = meta(2, 4, key_dim, value_dim, dtype=wide)
+    sequences = batch if cu_seqlens is None else len(cu_seqlens) - 1
+    state = meta(sequences, values, key_dim, value_dim, dtype=wide)
     if step:
         token = (None if t is None else t[:, 0] for t in (q, k, v, g, beta))
         kernels.linear_attention_step_(*token, state, 0.1)
@@ -68,11 +70,21 @@ def test_step_and_sequences_compile():
     """The decode step, and the tables of chunks that cu_seqlens brings."""
     wrong = aot.faults("step", lambda: launch("kda", BF16, 128, 128, step=True), "sm_90", {})
     with aot.record("sm_90") as launches:
-        launch("scalar", BF16, 64, 64, cu_seqlens=SEQUENCES)
+        launch("scalar", BF16, 64, 64, cu_seqlens=SEQUENCES, shape=(1, 256, 2, 4))
     for item in launches:
         if item.name in ("state_kernel", "output_kernel"):
             wrong += aot.narrow_offsets(item.compile())
     assert not wrong, "\n".join(wrong)
+
+
+def test_sizes_of_one_compile():
+    """Triton makes a constant of every argument that is 1."""
+    with aot.record("sm_90") as launches:
+        for name in ("none", "kda"):
+            launch(name, F32, 1, 1, shape=(1, 1, 1, 1))
+        launch("kda", F32, 1, 1, step=True, shape=(1, 1, 1, 1))
+    for item in launches:
+        assert not aot.narrow_offsets(item.compile()), item.name
 
 
 def test_every_kernel_is_compiled():
