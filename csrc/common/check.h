@@ -1,9 +1,6 @@
 // Argument checks and output allocation for the bindings (csrc/<op>/<op>_op.cpp).
 #pragma once
 
-#if defined(__linux__)
-#include <sys/mman.h>
-#endif
 #include <torch/csrc/stable/ops.h>
 #include <torch/csrc/stable/tensor.h>
 #include <torch/headeronly/core/ScalarType.h>
@@ -49,19 +46,6 @@ inline DType checked_dtype(const Tensor& t, std::string_view op, std::string_vie
     }
 }
 
-// Fresh memory of a large result is faulted in page by page; on huge pages (as numpy does from 4 MiB on) that takes a
-// few faults instead of thousands, which is up to a third of a memory-bound op's time.
-inline void prefer_huge_pages(const Tensor& t) {
-#if defined(__linux__)
-    constexpr uintptr_t huge = uintptr_t{2} << 20;
-    const auto bytes = static_cast<uintptr_t>(t.numel()) * t.element_size();
-    if (!t.is_cpu() || bytes < 2 * huge) return;
-    const auto data = reinterpret_cast<uintptr_t>(t.data_ptr());
-    const uintptr_t start = (data + huge - 1) / huge * huge, end = (data + bytes) / huge * huge;
-    if (end > start) madvise(reinterpret_cast<void*>(start), end - start, MADV_HUGEPAGE);
-#endif
-}
-
 // A contiguous tensor on like's device whose elements the caller must write, all of them. With PYOPS_POISON=1 it
 // holds NaN, so that the tests see an element that a kernel left out.
 inline Tensor allocate(const Tensor& like, const std::vector<int64_t>& sizes, std::optional<ScalarType> dtype = {}) {
@@ -70,7 +54,6 @@ inline Tensor allocate(const Tensor& like, const std::vector<int64_t>& sizes, st
         return value != nullptr && std::string_view(value) == "1";
     }();
     Tensor out = torch::stable::new_empty(like, sizes, dtype);
-    prefer_huge_pages(out);
     const ScalarType type = out.scalar_type();
     if (poison && (type == ScalarType::Double || type == ScalarType::Float || type == ScalarType::BFloat16 ||
                    type == ScalarType::Half)) {

@@ -513,10 +513,11 @@ void spectral(const LmoPlan& plan, LmoTask& task, const Team& team, char* arena,
     wants_gram(plan, n, m) ? iteration.gram() : iteration.direct();
 }
 
-// u_ij = d_ij / |d_:j| where j numbers the positions along a line; sums has a slot per position.
+// u_ij = d_ij / |d_:j| where j numbers the positions along a line; factors has three slots per position.
 template <class T>
-void across_lines(const Team& team, const Direction<T>& direction, const Writer<T>& writer, long double* sums) {
+void across_lines(const Team& team, const Direction<T>& direction, const Writer<T>& writer, T* factors) {
     T d[kSpan];
+    T *low = factors, *mantissa = low + direction.length(), *high = mantissa + direction.length();
     const int64_t spans = (direction.length() + kSpan - 1) / kSpan;
     for (int64_t span = team.begin(spans); span < team.end(spans); ++span) {
         const int64_t s = span * kSpan, count = std::min(kSpan, direction.length() - s);
@@ -526,19 +527,19 @@ void across_lines(const Team& team, const Direction<T>& direction, const Writer<
             direction.advance(line, s, count, d);
             for (int64_t i = 0; i < count; ++i) squares[i] += static_cast<Wide>(d[i]) * static_cast<Wide>(d[i]);
         }
-        std::copy(squares, squares + count, sums + s);
+        for (int64_t i = 0; i < count; ++i) {
+            const long double square = squares[i];
+            Scale<T> scale(square > 0 && std::isfinite(square) ? 1 / std::sqrt(square) : 1);
+            if (square == 0) scale.mantissa = 0;
+            if (!std::isfinite(square)) scale.mantissa = static_cast<T>(std::nan(""));
+            low[s + i] = scale.low;
+            mantissa[s + i] = scale.mantissa;
+            high[s + i] = scale.high;
+        }
     }
     team.wait();
     write_scaled(team, direction, writer, [&](int64_t, int64_t s, int64_t count, T* x) {
-        for (int64_t i = 0; i < count; ++i) {
-            const long double square = sums[s + i];
-            if (square == 0)
-                x[i] = 0;
-            else if (!std::isfinite(square))
-                x[i] = static_cast<T>(std::nan(""));
-            else
-                Scale<T>(1 / std::sqrt(square)).apply(x + i, 1);
-        }
+        for (int64_t i = 0; i < count; ++i) x[i] = x[i] * low[s + i] * mantissa[s + i] * high[s + i];
     });
 }
 
@@ -562,7 +563,7 @@ void elementwise(const LmoPlan& plan, LmoTask& task, const Team& team, char* are
         });
     }
     if (plan.norm != LmoNorm::Sign && (plan.norm == LmoNorm::Row) != rows)
-        return across_lines(team, direction, writer, sums);
+        return across_lines(team, direction, writer, reinterpret_cast<T*>(arena));
     T d[kSpan];
     for (int64_t line = team.begin(direction.lines()); line < team.end(direction.lines()); ++line) {
         SumOfSquares sum;
@@ -601,7 +602,7 @@ template <class Engine>
 int64_t spectral_bytes(int64_t n, int64_t m, int team_size) {
     return Engine::arena_bytes(n, m, team_size) + 16 * m + 64;
 }
-int64_t elementwise_bytes(int64_t, int64_t m, int) { return 16 * m + 64; }
+int64_t elementwise_bytes(int64_t, int64_t m, int) { return 24 * m + 64; }
 
 template <class U>
 void run_elementwise(const LmoPlan& plan, LmoTask& task, const Team& team, char* arena, int64_t) {
