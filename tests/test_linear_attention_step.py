@@ -13,10 +13,10 @@ dtypes = pytest.mark.parametrize("dtype", ALL_DTYPES, ids=lambda d: str(d).remov
 SIZES = {"batch": 3, "length": 1, "heads": 2, "key_dim": 20, "values": 4, "value_dim": 12}
 
 
-def token(form, dtype, **options):
+def token(form, dtype, scale=None, **options):
     """(inputs of a step, its state, (o, state) as the recurrence has them)."""
     tensors = oracle.inputs(form, dtype, **SIZES | options, gate_heads=2, beta_heads=4)
-    wanted = oracle.exact(tensors)
+    wanted = oracle.exact(tensors, scale=scale)
     state = tensors.pop("initial_state")
     return {name: t[:, 0] for name, t in tensors.items()}, state, (wanted[0][:, 0], wanted[1])
 
@@ -25,9 +25,9 @@ def token(form, dtype, **options):
 @dtypes
 @forms
 def test_step_accuracy(form, dtype, inplace, poison):
-    tensors, state, wanted = token(form, dtype)
+    tensors, state, wanted = token(form, dtype, scale=-0.7)
     before, inputs = state.clone(), [t.clone() for t in tensors.values()]
-    o, after = pyops.linear_attention_step(**tensors, state=state, inplace=inplace)
+    o, after = pyops.linear_attention_step(**tensors, state=state, scale=-0.7, inplace=inplace)
     assert o.dtype == dtype and after.dtype == (F64 if dtype == F64 else F32)
     for result, reference in zip((o, after), wanted, strict=True):
         oracle.assert_within(result, reference, oracle.gate(form, dtype), f"{form.name} step")
