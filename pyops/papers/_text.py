@@ -2,8 +2,11 @@
 
 import functools
 import hashlib
+import itertools
+import re
 import sysconfig
 import zlib
+from collections import Counter
 from pathlib import Path
 
 import torch
@@ -45,8 +48,41 @@ def text() -> dict:
     return {"train": encode(train), "validation": encode(validation), "about": about}
 
 
+_ALPHABET = "\n" + bytes(range(32, 127)).decode() + "\x7f"  # of the symbols, one character each
+_WORD = re.compile(
+    r" ?[A-Za-z_]+| ?[0-9]+|\n *| +|."
+)  # a name or number with the space before it; an indented line
+
+
+@functools.cache
+def words(vocabulary: int) -> dict:
+    """The same texts in longer pieces: {"train", "validation": tokens, "about"}.
+
+    Token i is symbol i for i < 97. The others are the training text's most frequent pieces of two characters or
+    more: names, numbers, and line ends with the indentation after them. Any other piece is spelled.
+    """
+    whole = text()
+    pieces = {
+        part: _WORD.findall("".join(map(_ALPHABET.__getitem__, whole[part].tolist())))
+        for part in ("train", "validation")
+    }
+    frequent = Counter(piece for piece in pieces["train"] if len(piece) > 1).most_common(
+        vocabulary - VOCABULARY
+    )
+    token = {piece: [VOCABULARY + i] for i, (piece, _) in enumerate(frequent)}
+    symbol = {character: i for i, character in enumerate(_ALPHABET)}
+
+    def tokens(part: str) -> Tensor:
+        spelled = (token.get(piece) or [symbol[c] for c in piece] for piece in pieces[part])
+        return torch.tensor(list(itertools.chain.from_iterable(spelled)))
+
+    train, validation = tokens("train"), tokens("validation")
+    about = {**whole["about"], "train_tokens": len(train), "validation_tokens": len(validation)}
+    return {"train": train, "validation": validation, "about": about}
+
+
 def windows(symbols: Tensor, starts: Tensor, context: int) -> tuple[Tensor, Tensor]:
-    """Inputs and next symbols [len(starts), context] at the given positions."""
+    """Inputs and next symbols, or tokens, [len(starts), context] at the given positions."""
     index = starts[:, None] + torch.arange(context + 1)
     window = symbols[index]
     return window[:, :-1], window[:, 1:]

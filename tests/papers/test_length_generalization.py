@@ -1,5 +1,11 @@
 """Length generalization: model, statistics, interventions, effective remembrance; the seed in small."""
 
+import json
+import os
+import subprocess
+import sys
+from types import SimpleNamespace
+
 import pytest
 import torch
 
@@ -17,6 +23,9 @@ from pyops.papers.length_generalization import (
     state_norms,
     total_variation,
 )
+from pyops.reproduce import CHECKOUT
+
+SEED = CHECKOUT / "seeds" / "length_generalization"
 
 MIXERS = {
     "gla": GatedLinearAttention,
@@ -242,3 +251,157 @@ def test_losses_by_position_do_not_depend_on_segments(model):
     torch.testing.assert_close(parts, expected, rtol=1e-4, atol=1e-5)
     assert norms.shape[0] == 3
     torch.testing.assert_close(norms[-1], state_norms(states).mean(1), rtol=1e-4, atol=1e-5)
+
+
+# The seed
+
+
+@pytest.fixture
+def seed(monkeypatch):
+    """The modules of the seed, which lie beside its script; other seeds have modules of the same names."""
+    monkeypatch.syspath_prepend(str(SEED))
+    for name in ("training", "passkey"):
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    import passkey
+    import training
+
+    yield SimpleNamespace(training=training, passkey=passkey)
+    for name in ("training", "passkey"):
+        sys.modules.pop(name, None)
+
+
+def run_of(training, **settings):
+    return training.Run(
+        **{"seed": 1, "steps": 4, "post_steps": 2, "tune_steps": 5, "width": 16, "context": 32, "batch": 4}
+        | {"reach": 8, "texts": 3, "chapter": 4}
+        | settings
+    )
+
+
+def test_gates_start_open(seed):
+    run = run_of(seed.training)
+    layer = seed.training.make(run).blocks[0].mixer
+    x = torch.nn.functional.rms_norm(torch.randn(2, 40, run.width), (run.width,))
+    decay = torch.sigmoid(layer.gk_proj(x)) ** (1 / layer.gate_logit_normalizer)
+    assert decay.min() > 0.9999 and decay.std() > 0
+
+
+def test_continued_batches_continue(seed):
+    run = run_of(seed.training)
+    batches = seed.training.continued(run, torch.Generator().manual_seed(0))
+    inputs, targets, fresh = next(batches)
+    assert fresh.all()
+    begun = torch.zeros(run.batch, dtype=torch.long)
+    for _ in range(3 * run.chapter):
+        last = targets[:, -1]
+        inputs, targets, fresh = next(batches)
+        assert torch.equal(inputs[:, 1:], targets[:, :-1])
+        assert torch.equal(inputs[~fresh, 0], last[~fresh])
+        begun += fresh
+    assert (begun == 3).all()  # each row, once in `chapter` batches
+
+
+def test_shuffled_batches_are_fresh_and_repeat_with_the_generator(seed):
+    run = run_of(seed.training)
+    one, other = (next(seed.training.shuffled(run, torch.Generator().manual_seed(3))) for _ in range(2))
+    assert all(torch.equal(a, b) for a, b in zip(one, other, strict=True)) and one[2].all()
+    assert one[0].shape == (4, 32)
+
+
+def test_losses_in_windows_see_no_more_than_a_window(seed):
+    training = seed.training
+    torch.manual_seed(0)
+    model = training.make(run_of(training))
+    tokens = torch.randint(training.TOKENS, (2, 8 * 8 + 1))
+    found = training.losses_in_windows(model, tokens, 8)
+    assert found[:4].isnan().all() and not found[4:].isnan().any()
+    with torch.no_grad():
+        for position in (4, 7, 8, 30, 61):
+            begin = (position // 4 - 1) * 4  # the half window before that of the position
+            logits = model(tokens[:, begin : position + 1])[0][:, -1]
+            expected = torch.nn.functional.cross_entropy(logits, tokens[:, position + 1])
+            assert found[position].item() == pytest.approx(expected.item(), rel=1e-4)
+
+
+def test_octaves(seed):
+    run = run_of(seed.training, context=4, reach=4)
+    assert run.lengths == [4, 8, 16] and run.length == 16
+    assert seed.training.per_octave(torch.arange(16.0), run) == [2.5, 5.5, 11.5]
+    assert run.remembered == 8 and run.starts == [1, 2, 4, 6, 7]
+
+
+def test_passkeys_are_noted_once_and_asked_for_at_the_end(seed):
+    passkey, training = seed.passkey, seed.training
+    symbols = training.words(training.TOKENS)["validation"]
+    for length, span in ((40, 40), (200, 40), (200, 200)):
+        tokens = passkey.texts(symbols, 50, length, span, torch.Generator().manual_seed(0))
+        assert tokens.shape == (50, length + 1)
+        question = torch.cat([passkey.MARK.expand(50, -1), tokens[:, -5:]], 1)
+        assert torch.equal(tokens[:, -11:], question)
+        found = (tokens.unfold(1, 11, 1) == question[:, None]).all(-1)
+        assert (found.sum(1) == 2).all()
+        note = found.int().argmax(1)
+        assert note.min() >= length - span and note.max() <= length - 22 and len(set(note.tolist())) > 5
+        assert (tokens[torch.arange(50), note + 11] == 0).all()  # a line of its own
+
+
+def test_recall_counts_texts_with_all_digits_right(seed):
+    tokens = torch.randint(10, (8, 33))
+
+    class Oracle(RecurrentLM):
+        """Knows the next token from the states it carries, a count; fails at the last digit of odd texts."""
+
+        def forward(self, inputs, states=None, cu_seqlens=None):
+            at = 0 if isinstance(states[0], LayerState) else states[0]
+            following = tokens[:, at + 1 : at + 1 + inputs.shape[1]].clone()
+            if at + inputs.shape[1] == 32:
+                following[1::2, -1] += 1
+            return torch.nn.functional.one_hot(following, 11), [at + inputs.shape[1]]
+
+    assert seed.passkey.recall(Oracle(11, 16), tokens, 8) == 0.5
+
+
+def test_only_the_answer_counts_in_training(seed):
+    symbols = seed.training.words(seed.training.TOKENS)["train"]
+    inputs, targets, fresh = next(seed.passkey.batches(symbols, 3, 40, torch.Generator().manual_seed(0)))
+    assert inputs.shape == targets.shape == (3, 40) and fresh.all()
+    assert (targets[:, :-5] == seed.passkey.IGNORED).all()
+    assert torch.equal(targets[:, -5:-1], inputs[:, -4:]) and (targets[:, -5:] >= 0).all()
+
+
+TINY = """
+import sys
+sys.path.insert(0, {seed!r})
+import reproduce
+from pyops.reproduce import main
+tiny = dict(steps=6, post_steps=2, tune_steps=5, width=16, context=32, batch=4, reach=8, texts=3, chapter=4)
+reproduce.SIZES["quick"] = [reproduce.Run(seed, **tiny) for seed in (1, 2)]
+sys.exit(main(reproduce.__file__, reproduce.whole))
+"""
+
+
+def test_the_whole_study_in_small(tmp_path):
+    out = tmp_path / "out"
+    command = [sys.executable, "-c", TINY.format(seed=str(SEED)), "--quick", "--jobs", "1", "--out", str(out)]
+    environment = {**os.environ, "PYTHONPATH": str(CHECKOUT)}
+    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, env=environment)
+    written = json.loads((out / "length_generalization.json").read_text())
+    assert done.returncode == (0 if written["passed"] else 1), done.stderr
+    assert written["plots"] == ["loss.png", "norms.png", "remembrance.png", "passkey.png"]
+    for name in written["plots"]:
+        assert 5_000 < (out / name).stat().st_size < 200_000
+    lines = {line["name"]: line for line in written["lines"]}
+    assert {"a_state_passing_excess", "b_base_growth", "c_base_remembrance", "d_none_recall"} <= lines.keys()
+    models = written["results"]["seeds"][0]["models"]
+    assert written["results"]["seeds"][0]["seed"] == 1 and models["base"]["excess"][0] == 0
+    assert models["state_passing"]["loss"] != models["none"]["loss"]
+    assert [len(models["base"][what]) for what in ("loss", "norms", "remembrance")] == [4, 4, 13]
+
+
+@pytest.mark.slow
+def test_quick(tmp_path):
+    """The command as people give it; every criterion is met."""
+    command = [sys.executable, str(SEED / "reproduce.py"), "--quick", "--out", str(tmp_path / "out")]
+    done = subprocess.run(command, cwd=tmp_path, env={**os.environ, "PYTHONPATH": str(CHECKOUT)})
+    assert done.returncode == 0
+    assert os.listdir(tmp_path) == ["out"]

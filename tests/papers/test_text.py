@@ -2,7 +2,7 @@
 
 import torch
 
-from pyops.papers._text import VOCABULARY, encode, text, windows
+from pyops.papers._text import VOCABULARY, encode, text, windows, words
 
 
 def test_encode():
@@ -25,3 +25,14 @@ def test_windows_are_inputs_and_their_next_symbols():
     inputs, targets = windows(torch.arange(50), torch.tensor([0, 7]), 5)
     assert inputs.tolist() == [[0, 1, 2, 3, 4], [7, 8, 9, 10, 11]]
     assert torch.equal(targets, inputs + 1)
+
+
+def test_words_spell_the_same_text():
+    whole, coarse = text(), words(600)
+    assert coarse["train"].max() == 599 and coarse["validation"].max() <= 599
+    assert words(VOCABULARY)["validation"].equal(whole["validation"])  # no piece but the symbols
+    assert coarse["about"]["validation_tokens"] < 0.7 * len(whole["validation"])
+    # Symbols that are left in a text are in their old order.
+    spelled = coarse["validation"][coarse["validation"] < VOCABULARY].tolist()
+    rest = iter(whole["validation"].tolist())
+    assert all(symbol in rest for symbol in spelled)
