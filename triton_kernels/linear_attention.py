@@ -153,8 +153,8 @@ class Problem:
         self.decay = "none" if g is None else ("scalar" if g.ndim == 3 else "vector")
         # How many value heads share a head of q and k, of g, of beta.
         self.gq = self.heads // max(heads, 1)
-        self.gg = 1 if g is None else self.heads // g.shape[2]
-        self.gb = 1 if beta is None else self.heads // beta.shape[2]
+        self.gg = 1 if g is None else self.heads // max(g.shape[2], 1)
+        self.gb = 1 if beta is None else self.heads // max(beta.shape[2], 1)
         # v - k S cancels most where K is small; bfloat16 operands would leave 1e-2 of it.
         narrow = self.delta and self.dk < 16 and q.dtype == torch.bfloat16
         self.blocks = b = BLOCKS[torch.float16 if narrow else q.dtype]
@@ -438,6 +438,8 @@ def linear_attention_step_(
     batch, heads, dv = v.shape
     dk = q.shape[-1]
     o = torch.empty(v.shape, dtype=q.dtype, device=q.device)
+    if o.numel() == 0:
+        return o
     bk = _block(dk, 1 << 20)
     bv = max(1, min(_block(dv, 64), 4096 // bk))
     groups = (heads // q.shape[1], heads // g.shape[1] if g is not None else 1)

@@ -48,7 +48,15 @@ SLOW = [
     *(("kda", F32, key_dim, 64, "sm_90") for key_dim in (128, 256)),
 ]
 CASES = DEFAULT + [case for case in SLOW if case not in DEFAULT]
-SPILLS = {}
+KERNELS = {name for name in vars(kernels) if name.endswith("_kernel")}
+# Bytes per thread (AMD: registers) that a kernel may spill. bfloat16 on sm_90 needs 8 and that in one kernel;
+# where operands stay in registers (sm_80, gfx942) or have four bytes, the passes over chunks and the path
+# that a chunk with NaN takes need more.
+SPILLS = dict.fromkeys(KERNELS, 32) | {
+    "output_kernel": 64,
+    "state_kernel": 96,
+    "state_backward_kernel": 128,
+}
 
 
 def title(case):
@@ -62,7 +70,7 @@ def title(case):
 )
 def test_compiles_within_the_bounds(case):
     *arguments, arch = case
-    wrong = aot.faults(title(case), lambda: launch(*arguments), arch, SPILLS.get(title(case), {}))
+    wrong = aot.faults(title(case), lambda: launch(*arguments), arch, SPILLS)
     assert not wrong, "\n".join(wrong)
 
 
@@ -93,4 +101,4 @@ def test_every_kernel_is_compiled():
         for name, *sizes, _ in DEFAULT:
             launch(name, *sizes)
         launch("kda", BF16, 128, 128, step=True)
-    assert {item.name for item in launches} == {name for name in vars(kernels) if name.endswith("_kernel")}
+    assert {item.name for item in launches} == KERNELS
