@@ -189,25 +189,27 @@ class Chunk {
         std::fill(next + keys_ * vld_, next + kn_ * vld_, T(0));
     }
 
-    // The gradient of the state before the chunk, as far as it comes from later tokens and this chunk's reads.
-    void retreat(const LinearAttentionGradients& d, const Place& at, int64_t c, T* dstate) {
-        load(at, c);
+    bool output_finite() const { return all_finite_rows(o_, c_, vn_, vld_); }
+
+    // The gradient of the state before the chunk, as far as it comes from later tokens and this chunk's reads. False if
+    // a number in it is not finite.
+    bool retreat(const LinearAttentionGradients& d, const Place& at, int64_t c, T* dstate) {
+        const bool finite_tokens = load(at, c);
         prepare(true, true);
         read_rows<T>(d.o, offset_of(d.o, at), d.o.time, c_, values_, T(1), o_, vld_);
         const auto total = decay_.total();
         engine_.multiply(keys_, vn_, c_, {decayed_q_, 1, kld_, o_, vld_, dstate, vld_, total.data, total.step});
+        return finite_tokens && finite(dstate);
     }
 
-    void multiply_total(T* decay) const {
+    // decay *= the chunk's total decay; false if that is not finite.
+    bool multiply_total(T* decay) const {
         const auto total = decay_.total();
         for (int64_t r = 0; r < keys_; ++r) decay[r] *= total.data[r * total.step];
+        return all_finite(decay, keys_);
     }
 
-    bool finite(const T* state) const {
-        bool finite = true;
-        for (int64_t r = 0; r < keys_; ++r) finite &= all_finite(state + r * vld_, vn_);
-        return finite;
-    }
+    bool finite(const T* state) const { return all_finite_rows(state, keys_, vn_, vld_); }
 
     // The recurrence itself, token by token: o and the state.
     void recurrent(T* state, bool with_q = true) {

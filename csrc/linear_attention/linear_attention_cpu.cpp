@@ -150,9 +150,11 @@ class SegmentStates {
     }
 
     // From the states that segments make of zero to those that they start from: the first of a sequence from `from`, or
-    // zero; the state after the last goes to `to`. With `reversed`, the last segment is the first.
-    void combine(const AttentionView& from, const AttentionView& to, bool reversed) const {
+    // zero; the state after the last goes to `to`. With `reversed`, the last segment is the first. False if a state is
+    // not finite.
+    bool combine(const AttentionView& from, const AttentionView& to, bool reversed) const {
         T* running = data() + all_ * (size_ + p_.key_dim);
+        bool finite = true;
         for (int64_t n = 0; n < p_.sequences; ++n)
             for (int64_t h = 0; h < p_.value_heads; ++h) {
                 read_state(from, n, h, p_.key_dim, p_.value_dim, running, p_.key_dim, p_.value_dim);
@@ -161,13 +163,15 @@ class SegmentStates {
                     const T* a = decay(segment, h);
                     T* own = state(segment, h);
                     for (int64_t e = 0; e < size_; ++e) {
-                        const T factor = a[e / p_.value_dim], before = running[e];
-                        running[e] = factor == 0 ? own[e] : own[e] + factor * before;
+                        const T before = running[e];
+                        running[e] = own[e] + a[e / p_.value_dim] * before;
                         own[e] = before;
                     }
+                    finite = finite && all_finite(own, size_) && all_finite(running, size_);
                 }
                 write_state(to, n, h, p_.key_dim, p_.value_dim, running, p_.value_dim);
             }
+        return finite;
     }
 
   private:
@@ -187,10 +191,11 @@ struct Walk {
         return C::preferred_size(p);
     }
 
-    // One chunk forward, from `state` to `next`, which may be the same; `finite` says whether the state is, and is kept
-    // up.
+    // One chunk forward, from `state` to `next`; `finite` says whether the state is, and is kept up. Where a result is
+    // not finite, the products may have multiplied a zero by something infinite: then the recurrence itself decides.
     static void step(C& chunk, const Place& at, int64_t count, const T* state, T* next, bool& finite,
                      bool wants_output) {
+        bool right = false;
         if (chunk.load(at, count, wants_output) && finite) {
             chunk.prepare(wants_output, false);
             chunk.solve(state);
@@ -199,20 +204,23 @@ struct Walk {
                 chunk.output(state);
             }
             chunk.advance(state, next);
-        } else {
-            if (next != state) std::copy_n(state, chunk.state_size(), next);
-            chunk.recurrent(next, wants_output);
+            right = chunk.finite(next) && (!wants_output || chunk.output_finite());
         }
-        finite = chunk.finite(next);
+        if (!right) {
+            std::copy_n(state, chunk.state_size(), next);
+            chunk.recurrent(next, wants_output);
+            right = chunk.finite(next);
+        }
+        finite = right;
     }
 
     static void forward(const LinearAttention& p, const AttentionView& o, const AttentionView& final_state,
                         int threads) {
         const Segments segments = cut(p, 1, chunk_size(p), threads);
-        if (segments.count == 1) return forward(p, segments, o, final_state, threads);
         const SegmentStates<T> states(p, segments);
-        summarise(p, segments, nullptr, states, threads);
-        states.combine(p.initial_state, final_state, false);
+        if (segments.count == 1 || !summarise(p, segments, nullptr, states, threads) ||
+            !states.combine(p.initial_state, final_state, false))
+            return forward(p, {1, longest(p)}, o, final_state, threads);
         LinearAttention cut_up = p;
         cut_up.initial_state = states.view();
         forward(cut_up, segments, o, {}, threads);
@@ -220,12 +228,11 @@ struct Walk {
 
     static void backward(const LinearAttention& p, const LinearAttentionGradients& d, int threads) {
         const Segments segments = cut(p, p.q_group, chunk_size(p), threads);
-        if (segments.count == 1) return backward(p, segments, d, threads);
         const SegmentStates<T> states(p, segments), dstates(p, segments);
-        summarise(p, segments, nullptr, states, threads);
-        states.combine(p.initial_state, {}, false);
-        summarise(p, segments, &d, dstates, threads);
-        dstates.combine(d.state, d.initial_state, true);
+        if (segments.count == 1 || !summarise(p, segments, nullptr, states, threads) ||
+            !states.combine(p.initial_state, {}, false) || !summarise(p, segments, &d, dstates, threads) ||
+            !dstates.combine(d.state, d.initial_state, true))
+            return backward(p, {1, longest(p)}, d, threads);
         LinearAttention cut_up = p;
         cut_up.initial_state = states.view();
         LinearAttentionGradients cut_d = d;
@@ -236,35 +243,41 @@ struct Walk {
 
   private:
     // What every segment makes of a zero state; with gradients, of a zero gradient of its last state, backward.
-    static void summarise(const LinearAttention& p, const Segments& segments, const LinearAttentionGradients* d,
+    // False if a number is not finite: what a state then becomes, the recurrence alone can tell.
+    static bool summarise(const LinearAttention& p, const Segments& segments, const LinearAttentionGradients* d,
                           const SegmentStates<T>& out, int threads) {
         const int64_t size = chunk_size(p);
         const Units units(p, segments, 1, 1, threads);
         Pieces count(nullptr);
         const C probe(p, size, d != nullptr, count);
         const int64_t state_size = probe.state_size(), ld = probe.state_ld(), rows = probe.state_rows();
-        count.take<T>(state_size);
+        count.take<T>(2 * state_size);
+        std::atomic<bool> all_finite{true};
         for_units(units, count.used(), threads, [&](const Unit& unit, char* scratch) {
             Pieces pieces(scratch);
             C chunk(p, size, d != nullptr, pieces);
-            T* state = pieces.take<T>(state_size);
+            T *state = pieces.take<T>(state_size), *next = pieces.take<T>(state_size);
             const int64_t h = unit.first_head, chunks = (unit.length + size - 1) / size;
             T* decay = out.decay(unit.segment, h);
             std::fill(decay, decay + p.key_dim, T(1));
             std::fill(state, state + rows * ld, T(0));
             bool finite = true;
-            for (int64_t i = 0; i < chunks; ++i) {
-                const int64_t t = (d ? chunks - 1 - i : i) * size;
+            for (int64_t i = 0; i < chunks && finite; ++i) {
+                const int64_t t = (d ? chunks - 1 - i : i) * size, tokens = std::min(size, unit.length - t);
                 const Place at{unit.batch, unit.start + t, h};
-                if (d)
-                    chunk.retreat(*d, at, std::min(size, unit.length - t), state);
-                else
-                    step(chunk, at, std::min(size, unit.length - t), state, state, finite, false);
-                chunk.multiply_total(decay);
+                if (d) {
+                    finite = chunk.retreat(*d, at, tokens, state);
+                } else {
+                    step(chunk, at, tokens, state, next, finite, false);
+                    std::swap(state, next);
+                }
+                finite = chunk.multiply_total(decay) && finite;
             }
+            if (!finite) all_finite = false;
             for (int64_t r = 0; r < p.key_dim; ++r)
                 std::copy_n(state + r * ld, p.value_dim, out.state(unit.segment, h) + r * p.value_dim);
         });
+        return all_finite;
     }
 
     static void forward(const LinearAttention& p, const Segments& segments, const AttentionView& o,
@@ -274,30 +287,33 @@ struct Walk {
         Pieces count(nullptr);
         const C probe(p, size, false, count);
         const int64_t state_size = probe.state_size(), ld = probe.state_ld(), rows = probe.state_rows();
-        count.take<T>(state_size * units.heads());
+        count.take<T>(2 * state_size * units.heads());
         count.take<bool>(units.heads());
         for_units(units, count.used(), threads, [&](const Unit& unit, char* scratch) {
             Pieces pieces(scratch);
             C chunk(p, size, false, pieces);
             T* states = pieces.take<T>(state_size * units.heads());
+            T* next = pieces.take<T>(state_size * units.heads());
             bool* finite = pieces.take<bool>(units.heads());
             for (int64_t h = unit.first_head; h < unit.last_head; ++h) {
                 T* state = states + (h - unit.first_head) * state_size;
                 read_state(p.initial_state, unit.segment, h, p.key_dim, p.value_dim, state, rows, ld);
                 finite[h - unit.first_head] = chunk.finite(state);
             }
-            for (int64_t t = 0; t < unit.length; t += size)
+            for (int64_t t = 0; t < unit.length; t += size) {
                 for (int64_t h = unit.first_head; h < unit.last_head; ++h) {
                     const Place at{unit.batch, unit.start + t, h};
                     const int64_t i = h - unit.first_head;
-                    T* state = states + i * state_size;
                     const bool last_head = h + 1 == unit.last_head;
                     chunk.will_load(
                         {unit.batch, last_head ? at.time + size : at.time, last_head ? unit.first_head : h + 1},
                         std::min(size, unit.length - t - (last_head ? size : 0)), true, nullptr);
-                    step(chunk, at, std::min(size, unit.length - t), state, state, finite[i], true);
+                    step(chunk, at, std::min(size, unit.length - t), states + i * state_size, next + i * state_size,
+                         finite[i], true);
                     chunk.write_output(o, at);
                 }
+                std::swap(states, next);
+            }
             for (int64_t h = unit.first_head; h < unit.last_head; ++h)
                 write_state(final_state, unit.segment, h, p.key_dim, p.value_dim,
                             states + (h - unit.first_head) * state_size, ld);
@@ -419,11 +435,11 @@ template <class T>
 void step_as(const LinearAttention& p, const AttentionView& before, const AttentionView& out, int threads) {
     const int64_t keys = p.key_dim, values = p.value_dim;
     Pieces count(nullptr);
-    for (int64_t size : {keys, keys, keys, values, values, keys * values, int64_t{1}}) count.take<T>(size);
+    for (int64_t size : {keys, keys, keys + 1, values, values, keys * values, int64_t{1}}) count.take<T>(size);
     const Units units(p, {1, 1}, 1, 4, threads);
     for_units(units, count.used(), threads, [&](const Unit& unit, char* scratch) {
         Pieces pieces(scratch);
-        T *q = pieces.take<T>(keys), *k = pieces.take<T>(keys), *a = pieces.take<T>(keys);
+        T *q = pieces.take<T>(keys), *k = pieces.take<T>(keys), *a = pieces.take<T>(keys + 1);
         T *v = pieces.take<T>(values), *o = pieces.take<T>(values), *copy = pieces.take<T>(keys * values);
         T* beta = pieces.take<T>(1);
         for (int64_t h = unit.first_head; h < unit.last_head; ++h) {

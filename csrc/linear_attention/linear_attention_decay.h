@@ -12,6 +12,8 @@
 // multiply-adds on vectors besides the product.
 #pragma once
 
+#include <limits>
+
 #include "common/exp.h"
 #include "linear_attention/linear_attention_rows.h"
 
@@ -78,7 +80,17 @@ class Decay {
         }
     }
 
-    bool finite() const { return G == Gate::None || all_finite(prefix_, G == Gate::Scalar ? c_ : c_ * ld_); }
+    // Whether every product of decays over a range of the chunk is finite.
+    bool finite() const {
+        if constexpr (G == Gate::None) return true;
+        const int64_t columns = G == Gate::Scalar ? 1 : columns_, ld = G == Gate::Scalar ? 1 : ld_;
+        for (int64_t j = 0; j < columns; ++j) {
+            T growth = 1;
+            for (int64_t i = 0; i < c_; ++i) growth *= a_[i * ld + j] <= 1 ? T(1) : a_[i * ld + j];  // NaN stays NaN
+            if (!(growth <= std::numeric_limits<T>::max())) return false;
+        }
+        return true;
+    }
 
     // The factors of token i and channels j..: a, prefix or suffix.
     Vector a(int64_t i, int64_t j) const { return at(a_, i, j); }

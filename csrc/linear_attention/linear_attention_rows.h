@@ -153,6 +153,13 @@ inline bool all_finite(const T* x, int64_t count) {
     return bad == 0;
 }
 
+template <class T>
+inline bool all_finite_rows(const T* x, int64_t rows, int64_t count, int64_t ld) {
+    bool finite = true;
+    for (int64_t r = 0; r < rows; ++r) finite &= all_finite(x + r * ld, count);
+    return finite;
+}
+
 // The sum of a vector's lanes, in a fixed order.
 template <class T>
 inline T sum_of_lanes(typename Gemm<T>::Vector v) {
