@@ -290,7 +290,8 @@ ERRORS = [
     ),
     (given(chunk_size=48), ValueError, "chunk_size must be a power of two, got 48"),
     (given(chunk_size=0), ValueError, "chunk_size must be a power of two, got 0"),
-    (given(chunk_size=-16), ValueError, "chunk_size must be at least 0, got -16"),
+    (given(chunk_size=-16), ValueError, "chunk_size must be a power of two, got -16"),
+    (given(scale=10**400), ValueError, "scale must be a number that a float can hold"),
     (given(chunk_size=16.0), TypeError, "chunk_size must be an integer, got 16.0"),
     (packed([0, 4], initial_state=zeros(2, 4, 3, 5)), ValueError, r"initial_state must be \(1, 4, 3, 5\)"),
     (given(cu_seqlens=torch.tensor([0, 4])), ValueError, "q must have a batch of 1 with cu_seqlens, got"),
@@ -316,6 +317,11 @@ ERRORS = [
         one_token(state=zeros(2, 4, 3, 5).half(), inplace=True),
         TypeError,
         "state must be torch.float32 with inplace",
+    ),
+    (
+        one_token(state=zeros(2, 4, 3, 5).to(torch.complex64).conj().imag, inplace=True),
+        ValueError,
+        "state must not be a negated view",
     ),
     (
         one_token(q=zeros(2, 2, 3).requires_grad_(), inplace=True),

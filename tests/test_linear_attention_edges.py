@@ -510,3 +510,73 @@ def test_autocast_keeps_g_and_the_state():
             found = oracle.run(tensors)
         assert_same_bits(found, wanted, f"{form.name} under autocast")
         assert bits(found[1]).shape == bits(wanted[1]).shape
+
+
+# Numbers that are finite in the recurrence and not in products of a chunk, and the other way round
+
+ALL = slice(None)
+
+
+def scalar_sequence(length, **values):
+    """q, k, v of ones and g of zeros, [1, length, 1, 1]; values are {name: [(index, value)]}."""
+    made = {name: torch.ones(1, length, 1, 1) for name in ("q", "k", "v")}
+    made["g"] = torch.zeros(1, length, 1)
+    for name, entries in values.items():
+        for at, value in entries:
+            made[name][0, at] = value
+    return made
+
+
+def assert_like_the_recurrence(tensors, **more):
+    """The same numbers as token by token, NaN and Inf where they belong."""
+    o, state = pyops.linear_attention(**tensors, **more, output_final_state=True)
+    after, tokens = torch.zeros_like(state), []
+    sequences = {**tensors, **more}
+    for t in range(o.shape[1]):
+        token = {name: x[:, t].contiguous() for name, x in sequences.items()}
+        one, after = pyops.linear_attention_step(**token, state=after, inplace=True)
+        tokens.append(one)
+    torch.testing.assert_close(o, torch.stack(tokens, 1), rtol=1e-5, atol=0, equal_nan=True)
+    torch.testing.assert_close(state, after, rtol=1e-5, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize("threads", [1, 2, 4, 8])
+def test_nan_outlives_a_decay_that_underflows(threads):
+    """A product of decays that becomes 0 is no reset, however the sequence is cut."""
+    torch.set_num_threads(threads)
+    tensors = scalar_sequence(4000, v=[(5, NAN)], g=[(ALL, -0.05)])
+    o, state = pyops.linear_attention(**tensors, output_final_state=True)
+    assert o[0, :5].isfinite().all() and o[0, 5:].isnan().all() and state.isnan()
+
+
+@pytest.mark.parametrize("threads", [1, 4, 8])
+def test_growth_before_a_reset_stays_there(threads):
+    torch.set_num_threads(threads)
+    tensors = scalar_sequence(2000, k=[(slice(450), 0)], g=[(slice(200, 400), 1.0), (450, -INF)])
+    assert_like_the_recurrence(tensors)
+
+
+@pytest.mark.parametrize("beta", [None, 1.0])
+def test_growth_inside_a_chunk_stays_before_its_reset(beta):
+    tensors = scalar_sequence(16, k=[(slice(5), 0)], g=[(0, -INF), (3, 60), (4, 60), (6, -INF)])
+    more = {} if beta is None else {"beta": torch.full((1, 16, 1), beta)}
+    assert_like_the_recurrence(tensors, **more)
+
+
+def test_overflow_of_a_product_that_no_decay_lets_through():
+    k = [(2, 1e30), (slice(7, 11), 0)]
+    tensors = scalar_sequence(16, k=k, q=[(10, 1e30)], v=[(ALL, 1e-3)], g=[(6, -INF)])
+    assert_like_the_recurrence(tensors)
+
+
+def test_the_delta_rule_overflows_no_earlier_than_its_recurrence():
+    tensors = scalar_sequence(64, k=[(ALL, 30.0)])
+    assert_like_the_recurrence(tensors, beta=torch.ones(1, 64, 1))
+
+
+def test_infinity_in_bfloat16_is_infinity():
+    q = torch.ones(1, 32, 1, 32, dtype=BF16)
+    infinite = q.clone()
+    infinite[0, 5, 0, 0] = INF
+    o = pyops.linear_attention(infinite, q, q)[0]
+    assert (o[0, 5] == INF).all() and o[0, [4, 6]].isfinite().all()

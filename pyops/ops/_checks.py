@@ -40,7 +40,10 @@ def one_of(name: str, value: Any, allowed: Iterable[str]) -> None:
 def number(name: str, value: Any) -> float:
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise TypeError(f"{name} must be a number, got {value!r}")
-    return float(value)
+    try:
+        return float(value)
+    except OverflowError as error:
+        raise ValueError(f"{name} must be a number that a float can hold, got one too large") from error
 
 
 def boolean(name: str, value: Any) -> None:
@@ -55,12 +58,17 @@ def nonnegative(name: str, value: Any) -> float:
     return value
 
 
-def count(name: str, value: Any) -> int:
+def integer(name: str, value: Any) -> int:
     if isinstance(value, bool) or not isinstance(value, int):
         raise TypeError(f"{name} must be an integer, got {value!r}")
+    return operator.index(value)  # a plain int also where torch.compile traces it as a symbol
+
+
+def count(name: str, value: Any) -> int:
+    value = integer(name, value)
     if value < 0:
         raise ValueError(f"{name} must be at least 0, got {value}")
-    return operator.index(value)  # a plain int also where torch.compile traces it as a symbol
+    return value
 
 
 def unused(where: str, **given: tuple[Any, Any]) -> None:

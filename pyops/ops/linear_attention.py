@@ -20,6 +20,7 @@ from pyops.ops._registration import like, triton
 from pyops.reference import linear_attention as reference
 
 NORMALIZE_EPS = 1e-10  # flash-linear-attention's
+LARGEST_CHUNK = 1 << 20  # above any backend's
 State = Tensor | tuple[Tensor, Tensor]
 
 
@@ -182,6 +183,10 @@ def linear_attention_step(
         token = [None if t is None else t.unsqueeze(1) for t in (q, k, v, g, beta)]
         o, after = torch.ops.pyops.linear_attention(*token, state, None, factor, 0)
         return o.squeeze(1), after
+    if state.is_neg():
+        raise ValueError(
+            "state must not be a negated view with inplace=True: it shares memory with its negative"
+        )
     wanted = reference.working_dtype(q)
     if state.dtype != wanted:
         raise TypeError(f"state must be {wanted} with inplace=True and q in {q.dtype}, got {state.dtype}")
@@ -308,10 +313,10 @@ def _scale(scale: Any, key_dim: int) -> float:
 def _chunk_size(chunk_size: Any) -> int:
     if chunk_size is None:
         return 0
-    size = checks.count("chunk_size", chunk_size)
+    size = max(checks.integer("chunk_size", chunk_size), 0)
     if size == 0 or size & (size - 1):
-        raise ValueError(f"chunk_size must be a power of two, got {size}")
-    return size
+        raise ValueError(f"chunk_size must be a power of two, got {chunk_size}")
+    return min(size, LARGEST_CHUNK)
 
 
 # Registration
@@ -361,15 +366,17 @@ def _folded(info, in_dims, tensors, cu_seqlens):
     ]
 
 
-def _unfolded(info, t):
-    return t.unflatten(0, (info.batch_size, t.shape[0] // info.batch_size))
+def _unfolded(info, in_dims, tensors, t):
+    """A result whose first dimension is vmapped dimension times batch, with the two apart."""
+    batch = next(size for d, size in enumerate(tensors[0].shape) if d != in_dims[0])
+    return t.reshape(info.batch_size, batch, *t.shape[1:])
 
 
 def _vmap(info, in_dims, *args):
     *tensors, cu_seqlens, scale, chunk_size = args
     folded = _folded(info, in_dims, tensors, cu_seqlens)
     results = torch.ops.pyops.linear_attention(*folded, None, scale, chunk_size)
-    return tuple(_unfolded(info, r) for r in results), (0, 0)
+    return tuple(_unfolded(info, in_dims, tensors, r) for r in results), (0, 0)
 
 
 def _backward_vmap(info, in_dims, *args):
@@ -377,7 +384,9 @@ def _backward_vmap(info, in_dims, *args):
     folded = _folded(info, in_dims, tensors, cu_seqlens)
     grads = torch.ops.pyops.linear_attention_backward(*folded, None, scale, chunk_size)
     given = [t is not None for t in tensors[2:]]
-    unfolded = [_unfolded(info, r) if there else r for r, there in zip(grads, given, strict=True)]
+    unfolded = [
+        _unfolded(info, in_dims, tensors, r) if there else r for r, there in zip(grads, given, strict=True)
+    ]
     return tuple(unfolded), tuple(0 if there else None for there in given)
 
 

@@ -58,8 +58,8 @@ _WORD = re.compile(
 def words(vocabulary: int) -> dict:
     """The same texts in longer pieces: {"train", "validation": tokens, "about"}.
 
-    Token i is symbol i for i < 97. The others are the training text's most frequent pieces of two characters or
-    more: names, numbers, and line ends with the indentation after them. Any other piece is spelled.
+    Token i is symbol i for i < 97. The others are the training text's most frequent pieces of two characters
+    or more: names, numbers, and line ends with the indentation after them. Any other piece is spelled.
     """
     whole = text()
     pieces = {
