@@ -28,7 +28,6 @@ from pyops.papers.length_generalization import (
 TOKENS = 1024  # vocabulary: symbols and the most frequent names, numbers and indents
 Batches = Iterator[tuple[Tensor, Tensor, Tensor]]  # inputs, targets [batch, T], rows that are fresh texts
 INTERVENTIONS = ("none", "random_noise", "fitted_noise", "state_passing", "truncated_bptt")
-PASSKEY_INTERVENTIONS = INTERVENTIONS[:-1]  # a passkey text has no continuation
 
 
 @dataclass(frozen=True)
@@ -36,14 +35,15 @@ class Run:
     """A base model and its post-training by every intervention: all that the results depend on.
 
     steps, post_steps: of training and of each post-training, with step sizes lr and post_lr; tune_steps: of
-    training on passkeys, with tune_lr, and five times those of each post-training after it; context: T;
-    reach: the length evaluated, as a multiple of T; texts: how many of them.
+    each training on passkeys, with tune_lr, by the interventions in `passkeys`; context: T; reach: the length
+    evaluated, as a multiple of T; texts: how many of them.
     """
 
     seed: int
     steps: int = 1500
     post_steps: int = 100
-    tune_steps: int = 1000
+    tune_steps: int = 1200
+    passkeys: tuple[str, ...] = INTERVENTIONS[:-1]  # a passkey text has no continuation
     width: int = 64
     depth: int = 2
     context: int = 64
@@ -80,7 +80,7 @@ class Run:
     def work(self) -> float:
         """Tokens read in training, three times for its backward pass, and in the evaluations."""
         steps = self.steps + len(INTERVENTIONS) * self.post_steps
-        steps += self.tune_steps + len(PASSKEY_INTERVENTIONS) * (self.tune_steps // 5)
+        steps += len(self.passkeys) * self.tune_steps
         return 3 * steps * self.batch * self.context + 3 * (1 + len(INTERVENTIONS)) * self.texts * self.length
 
 
@@ -223,8 +223,7 @@ def recalls(model: RecurrentLM, run: Run) -> dict:
 def study(run: Run, tick) -> dict:
     """Trains the base and, from it, a model per intervention; then the same on passkeys. Evaluates all.
 
-    Returns "models" and "passkey": name -> results. Before the interventions on passkeys the base learns the
-    task from zero states.
+    Returns "models" and "passkey": name -> results.
     """
 
     def told(tokens: int, loss: float) -> None:
@@ -250,10 +249,9 @@ def study(run: Run, tick) -> dict:
         model = fit(copy.deepcopy(base), batches, chosen, run.post_steps, run.post_lr, told)
         models[name] = evaluated(model)
 
-    tuned = fit(copy.deepcopy(base), keys(3), Intervention(), run.tune_steps, run.tune_lr, told)
     passkeys = {}
-    for name in PASSKEY_INTERVENTIONS:
-        chosen = intervention(name, tuned, run, keys(4))
-        model = fit(copy.deepcopy(tuned), keys(5), chosen, run.tune_steps // 5, run.post_lr, told)
+    for name in run.passkeys:
+        chosen = intervention(name, base, run, keys(3))
+        model = fit(copy.deepcopy(base), keys(4), chosen, run.tune_steps, run.tune_lr, told)
         passkeys[name] = recalls(model, run)
     return {"models": models, "passkey": passkeys}
