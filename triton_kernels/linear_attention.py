@@ -160,8 +160,8 @@ class Problem:
         self.blocks = b = BLOCKS[torch.float16 if narrow else q.dtype]
         self.precision = "ieee" if torch.version.hip else b.precision
         chunk = max(16, min(chunk_size or b.chunk, b.largest))
-        if self.delta:  # a tile of C rows and all of K should not take more than 32 KiB
-            chunk = min(chunk, max(16, (1 << 15) // (_block(self.dk, 1 << 20) * b.operand.itemsize)))
+        if self.delta:  # tiles of C rows and all of K that take more than 16 KiB spill
+            chunk = min(chunk, max(16, (1 << 14) // (_block(self.dk, 1 << 20) * b.operand.itemsize)))
         self.chunk = _block(self.tokens, chunk)
         self.sequence_table = self.chunk_table = None
         if cu_seqlens is None:
@@ -201,8 +201,8 @@ class Problem:
         if not self.delta:
             return _block(self.dk, self.blocks.k), _block(self.dv, self.blocks.v), 4
         bk = _block(self.dk, 1 << 20)
-        wide = 256 if self.blocks.operand == torch.bfloat16 else 64
-        return bk, _block(self.dv, 32 if bk <= wide else 16), self.warps(4 if bk <= wide // 4 else 8)
+        few, many = (64, 256) if self.blocks.operand == torch.bfloat16 else (16, 32)
+        return bk, _block(self.dv, 32 if bk <= many else 16), self.warps(4 if bk <= few else 8)
 
     def scores(self) -> tuple[torch.Tensor | None, torch.Tensor | None]:
         """A and M under a vector decay."""
