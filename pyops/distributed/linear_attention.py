@@ -196,9 +196,9 @@ def _outer_products(x: Tensor, y: Tensor, log_weight: Tensor | None) -> Tensor:
 
 
 def _after(state: Tensor, total: Tensor, part: Tensor) -> Tensor:
-    """A S + L for the logarithm of A; where that is -inf, S is dropped, NaN included."""
+    """A S + L for the logarithm of A; where that is -inf, S is dropped, NaN included; zeros stay zeros."""
     total = total[..., None]
-    return torch.where(total.isneginf(), 0, total.exp() * state) + part
+    return torch.where(total.isneginf() | (state == 0), 0, total.exp() * state) + part
 
 
 def _gather(total: Tensor, part: Tensor, group: Group | None) -> tuple[Tensor, Tensor]:
