@@ -31,9 +31,9 @@ Tiling. `decays_kernel`, `scores_kernel` (vector decay: A and M) and `solve_kern
 the chunks in reverse; `values_kernel`, `grad_scores_kernel`, `grads_kernel` or `channel_grads_kernel` and
 `gate_kernel` run over chunks. There are no atomics: value heads that share a head, and blocks of K, are added
 up afterwards in a fixed order. Forward costs 4 K V + 2 C (K + V) flops per token and value head and moves
-3 (K + V) + 2 K V / C elements; the delta rule adds 2 K V + 2 C (K + V) flops and 2 C + K + 2 V elements, a
-vector decay 3 C + 4 K elements and 16 K exponentials. Backward: 10 K V + 6 C K + 4 C V flops; S and dS' of
-every chunk are its only memory that grows with K V.
+3 (K + V) + 2 K V / C elements; the delta rule adds 2 K V + 2 C (K + V) flops and 2 C + K + V elements, a
+vector decay 2 C + 4 K elements, three reads of g and 16 K exponentials. Backward: 10 K V + 6 C K + 4 C V
+flops; S and dS' of every chunk are its only memory that grows with K V.
 
 Precision. bfloat16 operands, float32 sums. float16 is widened and multiplied in TF32, which has its digits
 but float32's range: states and gradients overflow float16. float32 uses IEEE products, float64 its own.
@@ -73,7 +73,9 @@ from ._linear_attention_forward import (
 
 @dataclass(frozen=True)
 class Blocks:
-    """Operands of the products, tl.dot's precision for them; default and largest chunk; blocks of K and V."""
+    """Operands of the products, tl.dot's precision for them; default and largest chunk; blocks of K and V;
+    bytes of C rows of all of K (delta rule) from which on the passes over chunks spill.
+    """
 
     operand: torch.dtype
     precision: str
@@ -81,16 +83,17 @@ class Blocks:
     largest: int
     k: int
     v: int
+    tile: int
 
 
 # bfloat16: 64 rows fill a warpgroup's tensor core instruction, and C near K balances C^2 against K V.
 # Four-byte operands: half as many columns in the same registers. IEEE float32 and float64 products gain
 # nothing from a longer chunk, which only adds to C^2.
 BLOCKS = {
-    torch.float64: Blocks(torch.float64, "ieee", 16, 32, 32, 32),
-    torch.float32: Blocks(torch.float32, "ieee", 32, 64, 32, 32),
-    torch.bfloat16: Blocks(torch.bfloat16, "ieee", 64, 64, 64, 64),
-    torch.float16: Blocks(torch.float32, "tf32", 64, 64, 32, 32),
+    torch.float64: Blocks(torch.float64, "ieee", 16, 32, 32, 32, 1 << 14),
+    torch.float32: Blocks(torch.float32, "ieee", 32, 64, 32, 32, 1 << 13),
+    torch.bfloat16: Blocks(torch.bfloat16, "ieee", 64, 64, 64, 64, 1 << 14),
+    torch.float16: Blocks(torch.float32, "tf32", 64, 64, 32, 32, 1 << 14),
 }
 
 
@@ -160,8 +163,8 @@ class Problem:
         self.blocks = b = BLOCKS[torch.float16 if narrow else q.dtype]
         self.precision = "ieee" if torch.version.hip else b.precision
         chunk = max(16, min(chunk_size or b.chunk, b.largest))
-        if self.delta:  # tiles of C rows and all of K that take more than 16 KiB spill
-            chunk = min(chunk, max(16, (1 << 14) // (_block(self.dk, 1 << 20) * b.operand.itemsize)))
+        if self.delta:
+            chunk = min(chunk, max(16, b.tile // (_block(self.dk, 1 << 20) * b.operand.itemsize)))
         self.chunk = _block(self.tokens, chunk)
         self.sequence_table = self.chunk_table = None
         if cu_seqlens is None:

@@ -54,6 +54,7 @@ KERNELS = {name for name in vars(kernels) if name.endswith("_kernel")}
 # that a chunk with NaN takes need more.
 SPILLS = dict.fromkeys(KERNELS, 32) | {
     "output_kernel": 64,
+    "scores_kernel": 64,
     "state_kernel": 96,
     "state_backward_kernel": 128,
 }
