@@ -183,7 +183,7 @@ def linear_attention_step(
         token = [None if t is None else t.unsqueeze(1) for t in (q, k, v, g, beta)]
         o, after = torch.ops.pyops.linear_attention(*token, state, None, factor, 0)
         return o.squeeze(1), after
-    if state.is_neg():
+    if not torch.compiler.is_compiling() and state.is_neg():
         raise ValueError(
             "state must not be a negated view with inplace=True: it shares memory with its negative"
         )
