@@ -31,8 +31,7 @@ COLORS = dict(
 SIZES = {
     "full": [Run(seed) for seed in range(40, 46)],
     "quick": [
-        Run(seed, steps=900, post_steps=90, tune_steps=1000, passkeys=("none", "fitted_noise"), texts=8)
-        for seed in (20, 21)
+        Run(seed, steps=900, post_steps=90, tune_steps=1000, passkeys=("none",), texts=8) for seed in (20, 21)
     ],
 }
 
@@ -146,11 +145,14 @@ def passkeys(report: Report, run: Run, results: list[dict]) -> None:
     far = {name: mean(results, name, "far") for name in run.passkeys}
     report.criterion("d_none_recall_at_T", near["none"][0], at_least=0.9)
     report.criterion("d_none_recall", near["none"][-1], at_most=0.2)
-    report.criterion("d_fitted_noise_recall", near["fitted_noise"][-1], at_least=0.8)
+    if "fitted_noise" in near:
+        report.criterion("d_fitted_noise_recall", near["fitted_noise"][-1], at_least=0.8)
     for name in run.passkeys:
         if name not in ("none", "fitted_noise"):
             report.told(f"d_{name}_recall", near[name][-1], f"after {run.reach} T, note within T")
     for name in run.passkeys:
+        kept = near[name][-1] / near[name][0] if near[name][0] else 0.0
+        report.told(f"d_{name}_kept", kept, f"of the recall at T, after {run.reach} T")
         report.told(f"d_{name}_recall_anywhere", far[name][2], "in 4 T, note anywhere")
 
     from matplotlib import pyplot
@@ -159,7 +161,8 @@ def passkeys(report: Report, run: Run, results: list[dict]) -> None:
     titles = {"near": "passkey within T of the question", "far": "passkey anywhere in the text"}
     for axes, (what, title) in zip(panels, titles.items(), strict=True):
         for name in run.passkeys:
-            band(axes, run.lengths, [r[name][what] for r in results], LABELS[name], COLORS[name])
+            label = "zero states" if name == "none" else LABELS[name]
+            band(axes, run.lengths, [r[name][what] for r in results], label, COLORS[name])
         axes.set_xscale("log", base=2)
         axes.set(xlabel="length of the text", title=title, ylim=(-0.03, 1.03))
         axes.grid(alpha=0.3)
