@@ -2,6 +2,8 @@
 
 #include <sys/mman.h>
 
+#include <algorithm>
+#include <array>
 #include <mutex>
 #include <new>
 #include <utility>
@@ -16,7 +18,7 @@ struct Block {
     int64_t bytes = 0;
 };
 std::mutex mutex;
-Block kept;  // of at most kKept bytes
+std::array<Block, 8> kept;  // of at most kKept bytes together
 
 void release(Block block) {
     if (block.data) munmap(block.data, static_cast<size_t>(block.bytes));
@@ -43,7 +45,11 @@ Arena::Arena(int64_t bytes) {
     {
         // Never waited for: a child forked while another thread held it would wait forever.
         const std::unique_lock lock(mutex, std::try_to_lock);
-        if (lock && kept.bytes >= bytes) block = std::exchange(kept, {});
+        Block* best = nullptr;
+        if (lock)
+            for (Block& b : kept)
+                if (b.bytes >= bytes && (!best || b.bytes < best->bytes)) best = &b;
+        if (best) block = std::exchange(*best, {});
     }
     if (!block.data) block = map(bytes);
     data_ = block.data;
@@ -52,10 +58,26 @@ Arena::Arena(int64_t bytes) {
 
 Arena::~Arena() {
     Block block{data_, bytes_};
-    if (bytes_ <= kKept) {
+    std::array<Block, 8> dropped;
+    if (0 < bytes_ && bytes_ <= kKept) {
         const std::unique_lock lock(mutex, std::try_to_lock);
-        if (lock && bytes_ > kept.bytes) std::swap(block, kept);
+        if (lock) {
+            // The smallest go first: they are the cheapest to map again.
+            const auto smaller = [](const Block& a, const Block& b) { return a.bytes < b.bytes; };
+            int64_t total = bytes_;
+            for (const Block& b : kept) total += b.bytes;
+            std::sort(kept.begin(), kept.end(), smaller);
+            auto next = dropped.begin();
+            for (Block& b : kept)
+                if (total > kKept && b.data) {
+                    total -= b.bytes;
+                    *next++ = std::exchange(b, {});
+                }
+            const auto least = std::min_element(kept.begin(), kept.end(), smaller);
+            if (least->bytes < block.bytes) std::swap(*least, block);
+        }
     }
+    for (const Block& b : dropped) release(b);
     release(block);
 }
 

@@ -5,8 +5,8 @@
 
 namespace pyops {
 
-// 2 MiB aligned, on huge pages where the system has them. One released arena of up to 64 MiB is kept for the next call,
-// since the page faults of fresh memory would cost a small call more than its arithmetic; larger ones go back to the
+// 2 MiB aligned, on huge pages where the system has them. Up to eight released arenas, of 64 MiB together, are kept for
+// the next calls, since the page faults of fresh memory can cost more than the arithmetic; larger ones go back to the
 // system at once. Contents are undefined. Throws std::bad_alloc. Defined in common/arena.cpp, for the portable
 // baseline.
 class Arena {

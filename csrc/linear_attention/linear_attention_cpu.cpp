@@ -217,8 +217,9 @@ struct Walk {
     static void forward(const LinearAttention& p, const AttentionView& o, const AttentionView& final_state,
                         int threads) {
         const Segments segments = cut(p, 1, chunk_size(p), threads);
+        if (segments.count == 1) return forward(p, segments, o, final_state, threads);
         const SegmentStates<T> states(p, segments);
-        if (segments.count == 1 || !summarise(p, segments, nullptr, states, threads) ||
+        if (!summarise(p, segments, nullptr, states, threads) ||
             !states.combine(p.initial_state, final_state, false))
             return forward(p, {1, longest(p)}, o, final_state, threads);
         LinearAttention cut_up = p;
@@ -228,8 +229,9 @@ struct Walk {
 
     static void backward(const LinearAttention& p, const LinearAttentionGradients& d, int threads) {
         const Segments segments = cut(p, p.q_group, chunk_size(p), threads);
+        if (segments.count == 1) return backward(p, segments, d, threads);
         const SegmentStates<T> states(p, segments), dstates(p, segments);
-        if (segments.count == 1 || !summarise(p, segments, nullptr, states, threads) ||
+        if (!summarise(p, segments, nullptr, states, threads) ||
             !states.combine(p.initial_state, {}, false) || !summarise(p, segments, &d, dstates, threads) ||
             !dstates.combine(d.state, d.initial_state, true))
             return backward(p, {1, longest(p)}, d, threads);
