@@ -11,6 +11,7 @@ import torch
 from suite import relative_error
 
 import pyops
+from pyops.reference import linear_attention as reference
 
 F64, F32, BF16, F16 = torch.float64, torch.float32, torch.bfloat16, torch.float16
 
@@ -158,3 +159,28 @@ def exact_gradients(tensors, weights, **options):
 def weights_like(results, dtype):
     """Incoming gradients, representable in dtype."""
     return [torch.randn(r.shape, dtype=F64).to(dtype).double() for r in results]
+
+
+class _Reference(torch.autograd.Function):
+    """The reference on the CPU, which the kernel serves."""
+
+    @staticmethod
+    def forward(ctx, *args):
+        *tensors, scale, chunk_size = args
+        ctx.save_for_backward(*tensors)
+        ctx.settings = scale, chunk_size
+        return reference.linear_attention(*args)
+
+    @staticmethod
+    def backward(ctx, grad_o, grad_state):
+        tensors = ctx.saved_tensors
+        grads = reference.linear_attention_backward(grad_o, grad_state, *tensors, *ctx.settings)
+        given = [None if t is None else grad for t, grad in zip(tensors[:6], grads, strict=True)]
+        return *given, None, None, None
+
+
+# Names of ops, and what a test may put in their place to have the reference.
+REFERENCE = {
+    "linear_attention": _Reference.apply,
+    "linear_attention_step_": reference.linear_attention_step_,
+}

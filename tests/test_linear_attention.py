@@ -330,7 +330,8 @@ ERRORS = [
     ),
 ]
 OTHERS = [
-    str(Path(__file__).with_name(f"test_linear_attention_{name}.py")) for name in ("forms", "edges", "step")
+    str(Path(__file__).with_name(f"test_linear_attention_{name}.py"))
+    for name in ("forms", "edges", "contained", "step")
 ]
 ALSO = "test_form or test_step or test_contained or test_reset or test_sizes"
 TestLinearAttention = op_suite(Spec(CASES, EDGES, ERRORS, [__file__, *OTHERS], ALSO), "TestLinearAttention")

@@ -12,8 +12,9 @@ over the tokens j..i), j = 0 meaning from the chunk's start (the columns j > 0 b
     S <- D[-1, 0] S + (k * D[-1, 1:])^T u
 
 Sums of g are formed for every pair and never subtracted, so g = -inf gives an exact 0, and a large g costs no
-digits of the others. Rows of a chunk are not masked against NaN: a chunk with an input or state that is not
-finite goes token by token, where no lane is masked.
+digits of the others. Products of a chunk may overflow where the recurrence does not, and carry NaN to earlier
+tokens as 0 * NaN. So where an input, a state or a result of a chunk is not finite, the recurrence itself
+decides, token by token, for that head alone.
 """
 
 from __future__ import annotations
@@ -100,7 +101,7 @@ def _updates(x: Tokens, state: Tensor, d: Decays) -> tuple[Tensor, Tensor | None
 
 
 def _chunk(x: Tokens, state: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-    d, state = _decays(x), _without_reset(x, state)
+    d = _decays(x)
     u, *_ = _updates(x, state, d)
     o = scale * ((x.q * d.start) @ state + _scores(x.q, x.k, d.pair) @ u)
     return o, d.through * state + (x.k * d.end).mT @ u
@@ -155,11 +156,23 @@ def _chunk_backward(
     return Tokens(grad_q, grad_k, grad_v, grad_g, grad_beta), _without_reset(x, before)
 
 
-def _irregular(x: Tokens, state: Tensor) -> Tensor:
-    """[N]: whether an input or the state is not finite (g = -inf is regular)."""
-    finite = [t.isfinite() for t in (x.q, x.k, x.v, state)]
-    if x.beta is not None:
-        finite.append(x.beta.isfinite())
+def _token(x: Tokens, state: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+    """The recurrence, of one token [N, 1, .]; a decay of 0 drops what it meets, NaN included."""
+    if x.g is not None:
+        decay = x.g.mT.exp()
+        state = torch.where(decay == 0, 0, decay * state)
+    u = x.v if x.beta is None else x.beta * (x.v - x.k @ state)
+    state = state + x.k.mT * u
+    return scale * (x.q @ state), state
+
+
+def _each(x: Tokens) -> list[Tokens]:
+    return [x.at(slice(None), slice(t, t + 1)) for t in range(x.q.shape[1])]
+
+
+def _irregular(x: Tokens, state: Tensor, *results: Tensor | None) -> Tensor:
+    """[N]: whether an input, the state or a result is not finite (g = -inf is regular)."""
+    finite = [t.isfinite() for t in (x.q, x.k, x.v, x.beta, state, *results) if t is not None]
     if x.g is not None:
         finite.append(x.g.isfinite() | x.g.isneginf())
     return ~torch.stack([f.flatten(1).all(1) for f in finite]).all(0)
@@ -168,11 +181,10 @@ def _irregular(x: Tokens, state: Tensor) -> Tensor:
 def _forward(x: Tokens, state: Tensor, scale: float) -> tuple[Tensor, Tensor]:
     """A chunk: at once, but token by token for the problems that are irregular in it."""
     o, after = _chunk(x, state, scale)
-    length = x.q.shape[1]
-    if length > 1 and (bad := _irregular(x, state)).any():
+    if (bad := _irregular(x, state, o, after)).any():
         s, rows = state[bad], []
-        for t in range(length):
-            row, s = _chunk(x.at(bad).at(slice(None), slice(t, t + 1)), s, scale)
+        for token in _each(x.at(bad)):
+            row, s = _token(token, s, scale)
             rows.append(row)
         o[bad], after[bad] = torch.cat(rows, 1), s
     return o, after
@@ -182,14 +194,12 @@ def _backward(
     x: Tokens, state: Tensor, scale: float, grad_o: Tensor, grad_state: Tensor
 ) -> tuple[Tokens, Tensor]:
     grads, before = _chunk_backward(x, state, scale, grad_o, grad_state)
-    length = x.q.shape[1]
-    if length > 1 and (bad := _irregular(x, state)).any():
-        tokens = [x.at(bad).at(slice(None), slice(t, t + 1)) for t in range(length)]
-        states = [state[bad]]
+    if (bad := _irregular(x, state, before, *grads)).any():
+        tokens, states = _each(x.at(bad)), [state[bad]]
         for token in tokens[:-1]:
-            states.append(_chunk(token, states[-1], scale)[1])
+            states.append(_token(token, states[-1], scale)[1])
         ds = grad_state[bad]
-        for t in reversed(range(length)):
+        for t in reversed(range(len(tokens))):
             one, ds = _chunk_backward(tokens[t], states[t], scale, grad_o[bad, t : t + 1], ds)
             for whole, part in zip(grads, one, strict=True):
                 if whole is not None and part is not None:
