@@ -12,11 +12,12 @@ from typing import TYPE_CHECKING, Any
 
 from pyops._info import info
 from pyops._library import which
+from pyops.ops import tubal as _tubal  # noqa: F401  registers its ops; its names are in pyops.tubal
 from pyops.ops.linear_attention import linear_attention, linear_attention_step
 from pyops.ops.lmo import lmo, polar, polar_coefficients, spectral_lmo
 
 if TYPE_CHECKING:
-    from pyops import compat, distributed, nn, optim, papers
+    from pyops import compat, distributed, nn, optim, papers, tubal
 
 __all__ = [
     "compat",
@@ -31,6 +32,7 @@ __all__ = [
     "polar",
     "polar_coefficients",
     "spectral_lmo",
+    "tubal",
     "which",
 ]
 
@@ -38,6 +40,6 @@ __version__ = "0.1.0"  # and in pyproject.toml
 
 
 def __getattr__(name: str) -> Any:
-    if name in ("compat", "distributed", "nn", "optim", "papers"):
+    if name in ("compat", "distributed", "nn", "optim", "papers", "tubal"):
         return importlib.import_module(f"pyops.{name}")
     raise AttributeError(f"module 'pyops' has no attribute {name!r}")

@@ -40,6 +40,9 @@ GPU_BACKENDS = {
     "linear_attention_step_": GpuBackend(
         "triton", "one pass over the state, bound by memory", "no (interpreter only)"
     ),
+    "tprod": GpuBackend("cuda", "butterflies along the tubes around small products", "no (emulator only)"),
+    "tprod_backward": GpuBackend("cuda", "the same, twice", "no (emulator only)"),
+    "tgram": GpuBackend("cuda", "the same, for half of the products", "no (emulator only)"),
 }
 
 
