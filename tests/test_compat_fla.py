@@ -7,7 +7,7 @@ import warnings
 import linear_attention_oracle as oracle
 import pytest
 import torch
-from linear_attention_oracle import BF16, F32, FORM
+from linear_attention_oracle import BF16, F32, F64, FORM
 from suite import assert_close, assert_same_bits
 from torch.nn import functional as F
 
@@ -143,12 +143,12 @@ def test_gates_agree():
     torch.manual_seed(0)
     g, a_log, bias = torch.randn(2, 5, 3, 4), torch.randn(3), torch.randn(12)
     wanted = peer("kda.gate", "naive_kda_gate")(g, a_log, bias)
-    assert_close(compat._gate(g, True, a_log, bias), wanted, 1e-6)
+    assert_close(compat._activated(g, a_log, bias, None), wanted, 1e-6)
     bounded = peer("kda.gate", "naive_kda_lowerbound_gate")
     for rate in (a_log, None):
-        assert_close(compat._gate(g, True, rate, bias, -5.0), bounded(g, rate, bias, -5.0), 1e-6)
+        assert_close(compat._activated(g, rate, bias, -5.0), bounded(g, rate, bias, -5.0), 1e-6)
     wanted = peer("gated_delta_rule.gate", "naive_gdn_gate")(g[..., 0], a_log, bias[:3])
-    assert_close(compat._gate(g[..., 0], True, a_log, bias[:3]), wanted, 1e-6)
+    assert_close(compat._activated(g[..., 0], a_log, bias[:3], None), wanted, 1e-6)
 
 
 # Without flash-linear-attention
@@ -187,6 +187,55 @@ def test_constant_decay():
     assert_same_bits(found, wanted, "g_gamma")
 
 
+def test_scalar_and_vector_decays_multiply():
+    tensors = inputs("kda")
+    g = -torch.rand(2, 64, 2)
+    wanted = oracle.run(tensors | {"g": tensors["g"] + g[..., None]})
+    found = compat.fused_recurrent_gated_delta_rule(
+        **tensors | {"g": g}, gk=tensors["g"], output_final_state=True
+    )
+    assert_same_bits(found, wanted, "g and gk")
+
+
+def test_float64_stays_float64():
+    """The gate, beta's sigmoid, the norms and RetNet's decays."""
+    q, k, v, g = torch.randn(4, 1, 20, 2, 8, dtype=F64)
+    a_log, bias, beta = (
+        torch.randn(2, dtype=F64),
+        torch.randn(16, dtype=F64),
+        torch.randn(1, 20, 2, dtype=F64),
+    )
+    found = compat.chunk_kda(
+        q, k, v, g, beta, use_qk_l2norm_in_kernel=True, use_gate_in_kernel=True, A_log=a_log, dt_bias=bias,
+        use_beta_sigmoid_in_kernel=True,
+    )[0]  # fmt: skip
+    q, k = (t / (t.square().sum(-1, keepdim=True) + 1e-6).sqrt() for t in (q, k))
+    gate = -a_log.exp()[:, None] * F.softplus(g + bias.view(2, 8))
+    assert_close(found, oracle.recurrent(q, k, v, gate, beta.sigmoid())[0], 1e-12)
+    decay = (1 - 2.0 ** (-5 - torch.arange(2, dtype=F64))).log().expand(1, 20, 2)
+    assert_close(compat.chunk_retention(q, k, v)[0], oracle.recurrent(q, k, v, decay)[0], 1e-12)
+
+
+def test_sigmoid_of_beta_is_not_rounded():
+    """Of bfloat16 logits; 3e-3 would be lost."""
+    q, k, v = F.normalize(torch.randn(3, 1, 20, 1, 8), dim=-1).bfloat16().float()
+    logits = torch.randn(1, 20, 1).bfloat16()
+    decay = -torch.rand(1, 20, 1)
+    found, wanted = (
+        compat.chunk_gated_delta_rule(q, k, v, decay, beta, use_beta_sigmoid_in_kernel=True)[0]
+        for beta in (logits, logits.float())
+    )
+    assert_same_bits(found, wanted, "beta")
+
+
+def test_compiles_in_one_graph():
+    torch.compiler.reset()
+    tensors = inputs("gated_delta", length=5)
+    options = {"use_gate_in_kernel": True, "A_log": torch.randn(2), "output_final_state": True}
+    compiled = torch.compile(compat.chunk_gated_delta_rule, fullgraph=True, backend="aot_eager")
+    assert_agree(compiled(**tensors, **options), compat.chunk_gated_delta_rule(**tensors, **options))
+
+
 def test_no_final_state_unless_asked_for():
     for name in ("chunk_linear_attn", "chunk_retention", "fused_recurrent_delta_rule"):
         q = torch.rand(1, 4, 2, 3, dtype=BF16)
@@ -211,6 +260,7 @@ def test_normalized_from_the_sums_alone():
 
 
 Q = torch.zeros(1, 2, 2, 3)
+STATE, Z = torch.zeros(1, 2, 3, 3), torch.zeros(1, 1, 2, 3)
 REFUSED = [
     ("fused_recurrent_linear_attn", (), {"reverse": True}, NotImplementedError, "reverse"),
     ("fused_recurrent_simple_gla", (), {"reverse": True}, NotImplementedError, "reverse"),
@@ -234,6 +284,142 @@ REFUSED = [
     ("chunk_simple_gla", (), {"g": Q[..., 0], "g_gamma": Q[0, 0, :, 0]}, ValueError, "g_gamma"),
     ("chunk_simple_gla", (), {"chunk_size": 48}, ValueError, "chunk_size"),
     ("chunk_kda", (Q, Q[..., 0]), {"use_gate_in_kernel": True}, ValueError, "A_log"),
+    # [HV] and [HV * K] of a gate's parameters
+    (
+        "chunk_kda",
+        (Q, Q[..., 0]),
+        {"use_gate_in_kernel": True, "A_log": Q[0, 0, 0]},
+        ValueError,
+        r"A_log must have 2 entries for g of shape \(1, 2, 2, 3\), got shape \(3,\)",
+    ),
+    (
+        "chunk_kda",
+        (Q, Q[..., 0]),
+        {"use_gate_in_kernel": True, "A_log": Q[0, 0, :, 0], "dt_bias": Q[0, 0, :, 0]},
+        ValueError,
+        "dt_bias must have 6 entries",
+    ),
+    (
+        "chunk_kda",
+        (Q, Q[..., 0]),
+        {"use_gate_in_kernel": True, "A_log": Q[0, 0, :, 0], "lower_bound": "-5"},
+        TypeError,
+        "lower_bound must be a number",
+    ),
+    (
+        "chunk_gated_delta_rule",
+        (Q[..., 0], Q[..., 0]),
+        {"use_gate_in_kernel": True, "A_log": Q[0, 0, 0]},
+        ValueError,
+        "A_log must have 2 entries",
+    ),
+    (
+        "fused_recurrent_gated_delta_rule",
+        (Q[..., 0],),
+        {"use_gate_in_kernel": True, "A_log": Q[0, 0, :, 0], "dt_bias": Q[0, 0, 0]},
+        ValueError,
+        "dt_bias must have 2 entries",
+    ),
+    (
+        "chunk_gated_delta_rule",
+        (Q[..., 0], Q[..., 0]),
+        {"use_gate_in_kernel": True, "A_log": 1.0},
+        TypeError,
+        "A_log must be a torch.Tensor, got float",
+    ),
+    # None where a tensor is needed
+    ("chunk_gla", (None,), {}, TypeError, "g must be a torch.Tensor, got NoneType"),
+    ("chunk_delta_rule", (None,), {}, TypeError, "beta must be a torch.Tensor, got NoneType"),
+    (
+        "chunk_gated_delta_rule",
+        (None, Q[..., 0]),
+        {"use_gate_in_kernel": True, "A_log": Q[0, 0, :, 0]},
+        TypeError,
+        "g must be a torch.Tensor, got NoneType",
+    ),
+    ("chunk_kda", (Q, None), {"use_beta_sigmoid_in_kernel": True}, TypeError, "beta must be a torch.Tensor"),
+    (
+        "fused_recurrent_gated_delta_rule",
+        (),
+        {"use_beta_sigmoid_in_kernel": True},
+        ValueError,
+        "beta must be given with use_beta_sigmoid_in_kernel=True, got None",
+    ),
+    ("chunk_retention", (), {"q": None}, TypeError, "q must be a torch.Tensor, got NoneType"),
+    # shapes that would broadcast, or be taken for something else
+    ("chunk_gla", (Q[..., 0],), {}, ValueError, r"g must be \(1, 2, 2, 3\), got shape \(1, 2, 2\)"),
+    ("chunk_gla", (Q[0, 0, :, 0],), {}, ValueError, r"g must be \(1, 2, 2, 3\), got shape \(2,\)"),
+    ("chunk_simple_gla", (Q,), {}, ValueError, r"g must be \(1, 2, 2\), got shape \(1, 2, 2, 3\)"),
+    ("chunk_simple_gla", (), {"g_gamma": Q[0, 0, :1, 0]}, ValueError, r"g_gamma must be \[H = 2\], got"),
+    ("chunk_simple_gla", (), {"g_gamma": Q[..., 0]}, ValueError, r"g_gamma must be \[H = 2\], got"),
+    ("chunk_simple_gla", (), {"g_gamma": -0.1}, TypeError, "g_gamma must be a torch.Tensor, got float"),
+    ("fused_recurrent_gla", (Q[..., :1],), {}, ValueError, r"gk must be \(1, 2, 2, 3\), got"),
+    ("fused_recurrent_gla", (Q[..., 0],), {}, ValueError, r"gk must be \(1, 2, 2, 3\), got"),
+    ("chunk_delta_rule", (Q[:, :1, :, 0],), {}, ValueError, r"beta must be \(1, 2, 2\), got"),
+    (
+        "fused_recurrent_gated_delta_rule",
+        (Q[:, :, :1, 0], Q),
+        {},
+        ValueError,
+        r"g must be \(1, 2, 2\), got shape \(1, 2, 1\)",
+    ),
+    (
+        "fused_recurrent_gated_delta_rule",
+        (Q[..., 0], Q[:, :1]),
+        {},
+        ValueError,
+        r"gk must be \(1, 2, 2, 3\), got shape \(1, 1, 2, 3\)",
+    ),
+    (
+        "fused_recurrent_gated_delta_rule",
+        (Q[..., 0], Q.repeat(1, 1, 2, 1)),
+        {"v": Q.repeat(1, 1, 2, 1)},
+        ValueError,
+        r"gk must have the heads of g, 2, got shape \(1, 2, 4, 3\)",
+    ),
+    # states
+    ("chunk_simple_gla", (), {"initial_state": Q}, ValueError, r"initial_state must be \(1, 2, 3, 3\), got"),
+    ("chunk_simple_gla", (), {"initial_state": STATE.int()}, TypeError, "initial_state must be float64"),
+    ("chunk_simple_gla", (), {"initial_state": (STATE, Z)}, TypeError, "initial_state must be .*, got tuple"),
+    (
+        "chunk_gla",
+        (Q,),
+        {"initial_state": STATE[0, 0, 0], "state_v_first": True},
+        ValueError,
+        r"initial_state must be \(1, 2, 3, 3\), got shape \(3,\)",
+    ),
+    (
+        "chunk_gla",
+        (Q,),
+        {"v": Q[..., :1], "initial_state": STATE[..., :1], "state_v_first": True},
+        ValueError,
+        r"initial_state must be \(1, 2, 1, 3\), got shape \(1, 2, 3, 1\)",
+    ),
+    (
+        "chunk_gla",
+        (Q,),
+        {"initial_state": 0, "state_v_first": True},
+        TypeError,
+        "initial_state must be .* int",
+    ),
+    ("chunk_linear_attn", (), {"initial_state": Q}, ValueError, r"initial_state must be \(1, 2, 3, 3\), got"),
+    ("chunk_linear_attn", (), {"initial_state": [STATE, Z]}, TypeError, r"a pair \(S, z\) .*, got list"),
+    (
+        "chunk_linear_attn",
+        (),
+        {"initial_state": (STATE,)},
+        TypeError,
+        r"a pair \(S, z\) .*, got a tuple of 1",
+    ),
+    ("chunk_linear_attn", (), {"initial_state": (STATE, None)}, TypeError, r"initial_state\[1\] must be a"),
+    ("chunk_linear_attn", (), {"initial_state": (None, Z)}, TypeError, r"initial_state\[0\] must be a torch"),
+    (
+        "chunk_linear_attn",
+        (),
+        {"initial_state": (STATE, Z[:, 0])},
+        ValueError,
+        r"initial_state\[1\] must be \(1, 1, 2, 3\), got shape \(1, 2, 3\)",
+    ),
     ("chunk_kda", (Q, Q[..., 0]), {"allow_neg_eigval": True}, ValueError, "allow_neg_eigval"),
     ("fused_recurrent_gated_delta_rule", (), {"use_gate_in_kernel": True}, ValueError, "g must be given"),
     ("chunk_gla", (Q[..., :2],), {}, ValueError, r"g must be \(1, 2, 2, 3\), got"),
@@ -242,5 +428,10 @@ REFUSED = [
 
 @pytest.mark.parametrize(("name", "args", "options", "error", "message"), REFUSED)
 def test_refused(name, args, options, error, message):
-    with pytest.raises(error, match=message):
-        getattr(compat, name)(Q, Q, Q, *args, **options)
+    """Before any work, naming the argument, and without the elements of a tensor."""
+    given = {"q": Q, "k": Q, "v": Q} | options
+    names = list(inspect.signature(getattr(compat, name)).parameters)[3:]
+    given |= dict(zip(names, args, strict=False))
+    with pytest.raises(error, match=message) as found:
+        getattr(compat, name)(**given)
+    assert "tensor(" not in str(found.value)

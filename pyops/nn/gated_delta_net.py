@@ -15,12 +15,11 @@ from pyops.nn.layer import (
     attend,
     divided,
     draw_decay_,
+    l2_normalized,
     log_decay,
     wide,
 )
 from pyops.ops import _checks as checks
-
-L2_EPS = 1e-6  # flash-linear-attention's
 
 
 class GatedDeltaNet(RecurrentLayer):
@@ -103,7 +102,7 @@ class GatedDeltaNet(RecurrentLayer):
         recurrent, carried = self._parts(x, state, cu_seqlens)
         projected = [self.q_proj(x), self.k_proj(x), self.v_proj(x)]
         (q, k, v), carried = self._convolved(projected, carried, cu_seqlens)
-        q, k = (_normalized(t.unflatten(-1, (self.num_heads, -1))) for t in (q, k))
+        q, k = (l2_normalized(t.unflatten(-1, (self.num_heads, -1))) for t in (q, k))
         _, g = log_decay(self.a_proj(x), self.dt_bias, self.A_log)
         beta = self.b_proj(x)
         beta = beta.to(wide(beta.dtype)).sigmoid()
@@ -114,9 +113,3 @@ class GatedDeltaNet(RecurrentLayer):
         )  # fmt: skip
         o = self.o_norm(o, self.g_proj(x).unflatten(-1, values))
         return self.o_proj(o.flatten(-2)), LayerState(recurrent, carried)
-
-
-def _normalized(t: Tensor) -> Tensor:
-    """t / |t| over the last dimension, computed in float32 or better."""
-    wider = t.to(wide(t.dtype))
-    return (wider * (wider.square().sum(-1, keepdim=True) + L2_EPS).rsqrt()).to(t.dtype)

@@ -14,6 +14,8 @@ from pyops.nn.conv import ShortConvolution, sequences
 from pyops.ops import _checks as checks
 from pyops.ops.linear_attention import linear_attention
 
+L2_EPS = 1e-6  # beside the square of a norm; flash-linear-attention's
+
 
 class LayerState(NamedTuple):
     """What a layer carries from one piece of a sequence to the next; N sequences.
@@ -167,6 +169,12 @@ def divided(name: str, channels: float, by: str, parts: int) -> int:
 def wide(dtype: torch.dtype) -> torch.dtype:
     """The dtype of gates and states."""
     return torch.promote_types(dtype, torch.float32)
+
+
+def l2_normalized(t: Tensor) -> Tensor:
+    """t / |t| over the last dimension, computed in float32 or better."""
+    wider = t.to(wide(t.dtype))
+    return (wider * (wider.square().sum(-1, keepdim=True) + L2_EPS).rsqrt()).to(t.dtype)
 
 
 def log_decay(a: Tensor, dt_bias: Tensor, A_log: Tensor) -> tuple[Tensor, Tensor]:

@@ -32,14 +32,19 @@ def matrix(name: str, g: Any, fewest: int, instead: str = "") -> None:
         )
 
 
+def shown(value: Any) -> str:
+    """A value in a message; of a tensor no elements, which may be many and on a device."""
+    return f"a tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else repr(value)
+
+
 def one_of(name: str, value: Any, allowed: Iterable[str]) -> None:
     if not isinstance(value, str) or value not in allowed:
-        raise ValueError(f"{name} must be one of {', '.join(map(repr, allowed))}, got {value!r}")
+        raise ValueError(f"{name} must be one of {', '.join(map(repr, allowed))}, got {shown(value)}")
 
 
 def number(name: str, value: Any) -> float:
     if isinstance(value, bool) or not isinstance(value, int | float):
-        raise TypeError(f"{name} must be a number, got {value!r}")
+        raise TypeError(f"{name} must be a number, got {shown(value)}")
     try:
         return float(value)
     except OverflowError as error:
@@ -48,7 +53,7 @@ def number(name: str, value: Any) -> float:
 
 def boolean(name: str, value: Any) -> None:
     if not isinstance(value, bool):
-        raise TypeError(f"{name} must be a bool, got {value!r}")
+        raise TypeError(f"{name} must be a bool, got {shown(value)}")
 
 
 def nonnegative(name: str, value: Any) -> float:
@@ -60,7 +65,7 @@ def nonnegative(name: str, value: Any) -> float:
 
 def integer(name: str, value: Any) -> int:
     if isinstance(value, bool) or not isinstance(value, int):
-        raise TypeError(f"{name} must be an integer, got {value!r}")
+        raise TypeError(f"{name} must be an integer, got {shown(value)}")
     return operator.index(value)  # a plain int also where torch.compile traces it as a symbol
 
 
@@ -75,4 +80,4 @@ def unused(where: str, **given: tuple[Any, Any]) -> None:
     """Every value, given as (value, default), must be its default."""
     for name, (value, default) in given.items():
         if value != default:
-            raise ValueError(f"{name} has no meaning for {where}, got {name}={value!r}")
+            raise ValueError(f"{name} has no meaning for {where}, got {name}={shown(value)}")

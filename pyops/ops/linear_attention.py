@@ -273,15 +273,20 @@ def _check_state(name: str, state: Any, shape: tuple[int, ...], q: Tensor) -> Te
     return state
 
 
-def _joined_state(state: Any, shape: tuple[int, ...], q: Tensor) -> Tensor:
-    """[N, HV, K, V + 1] of the pair (S, z) of normalize=True."""
+def _pair(state: Any) -> tuple[Any, Any]:
     if not isinstance(state, tuple) or len(state) != 2:
         found = f"a tuple of {len(state)}" if isinstance(state, tuple) else type(state).__name__
         raise TypeError(f"initial_state must be a pair (S, z) with normalize=True, got {found}")
-    _check_state("initial_state[0]", state[0], shape, q)
-    _check_state("initial_state[1]", state[1], shape[:3], q)
-    dtype = torch.promote_types(state[0].dtype, state[1].dtype)
-    return torch.cat([state[0].to(dtype), state[1].to(dtype).unsqueeze(-1)], -1)
+    return state
+
+
+def _joined_state(state: Any, shape: tuple[int, ...], q: Tensor) -> Tensor:
+    """[N, HV, K, V + 1] of the pair (S, z) of normalize=True."""
+    sums, z = _pair(state)
+    _check_state("initial_state[0]", sums, shape, q)
+    _check_state("initial_state[1]", z, shape[:3], q)
+    dtype = torch.promote_types(sums.dtype, z.dtype)
+    return torch.cat([sums.to(dtype), z.to(dtype).unsqueeze(-1)], -1)
 
 
 def _sequences(cu_seqlens: Any, q: Tensor) -> int:
