@@ -1,0 +1,380 @@
+"""Tubal tensors in the transform domain: their faces, and what the symmetry of a real tensor saves.
+
+The faces of A are the matrices Ahat_f of its DFT along the tubes (unnormalised, 1/n3 on the way back), or of
+another invertible transform. For real A and the DFT, face n3 - f is the conjugate of face f: the faces
+0 ... n3 // 2 say all, of which face 0 and, for even n3, face n3/2 are real.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from pyops.ops import _checks as checks
+from pyops.ops import tubal as ops
+from pyops.ops.tubal import DFT, LAYOUTS, Transform
+from pyops.reference import tubal as reference
+
+
+class Symmetry(NamedTuple):
+    """Half faces (flat indices) of real tensors: which are real, which decide others."""
+
+    real: Tensor  # faces that are their own conjugate
+    complex: Tensor  # one of each pair of conjugates
+    fill: Tensor | None  # where each half face lies in [real, complex, conjugates of complex]; None: in order
+    mirrored: bool  # whether both faces of a pair can be among the halves: for two tube axes and more
+    source: Tensor  # for each of all faces, the half face that it comes from
+    conjugate: Tensor  # and whether as its conjugate
+    weights: Tensor  # how many faces each half face stands for, where mirrored pairs are both there
+
+
+@functools.lru_cache(maxsize=256)
+def symmetry(sizes: tuple[int, ...]) -> Symmetry:
+    """The conjugate symmetry of the DFT of a real tensor with tube axes of these sizes."""
+    with torch.inference_mode(False), torch.device("cpu"):
+        last = sizes[-1]
+        half = (*sizes[:-1], last // 2 + 1)
+        index = torch.unravel_index(torch.arange(math.prod(half)), half)
+        edge = (index[-1] == 0) | (2 * index[-1] == last)  # whose partner lies in the half too
+        partner = _ravel([*((-i) % n for i, n in zip(index[:-1], sizes, strict=False)), index[-1]], half)
+        here = torch.arange(math.prod(half))
+        is_real = edge & (partner == here)
+        leads = ~edge | (partner > here)
+        real, pairs = is_real.nonzero().flatten(), leads.nonzero().flatten()
+        fill = torch.empty_like(here)
+        fill[real] = torch.arange(len(real))
+        fill[pairs] = torch.arange(len(real), len(real) + len(pairs))
+        follows = ~is_real & ~leads
+        fill[follows] = fill[partner[follows]] + len(pairs)
+
+        index = torch.unravel_index(torch.arange(math.prod(sizes)), sizes)
+        conjugate = 2 * index[-1] > last
+        source = [torch.where(conjugate, (-i) % n, i) for i, n in zip(index, sizes, strict=True)]
+        weights = torch.where(edge, 1.0, 2.0).double().reshape(half)
+        ordered = None if torch.equal(fill, here) else fill
+        return Symmetry(real, pairs, ordered, bool(follows.any()), _ravel(source, half), conjugate, weights)
+
+
+def _ravel(index: Sequence[Tensor], sizes: Sequence[int]) -> Tensor:
+    flat = torch.zeros_like(index[0])
+    for i, n in zip(index, sizes, strict=True):
+        flat = flat * n + i
+    return flat
+
+
+class HalfFaces:
+    """A tubal tensor in the transform domain; products stay there until :meth:`to_tensor`.
+
+    Made by :func:`tube_fft`. A real tensor under the DFT keeps half of its faces; complex tensors and other
+    transforms have all of them. It is a value: nothing writes to it. ``@``, ``+``, ``-``, multiplication and
+    division by a number, and ``.H`` are those of the tensors (t-product, T-transpose).
+
+    Attributes:
+        faces: [..., n3 // 2 + 1, n1, n2] complex; all n3 faces for complex tensors and other transforms (real
+            for a real matrix). For order p: [..., n3, ..., np // 2 + 1, n1, n2].
+        sizes: (n3, ..., np) of the tubes.
+        real: whether the tensor is real.
+        dtype: of the tensor that :meth:`to_tensor` makes.
+        transform: what leads from tensor to faces.
+
+    >>> a, b = tube_fft(torch.randn(2, 3, 4)), tube_fft(torch.randn(3, 5, 4))
+    >>> (a @ b).to_tensor().shape, a.faces.shape
+    (torch.Size([2, 5, 4]), torch.Size([3, 2, 3]))
+    """
+
+    __slots__ = ("dtype", "faces", "real", "sizes", "transform")
+
+    def __init__(
+        self,
+        faces: Tensor,
+        sizes: Sequence[int],
+        *,
+        dtype: torch.dtype | None = None,
+        transform: Transform = DFT,
+    ):
+        self.faces = faces
+        self.sizes = tuple(sizes)
+        self.dtype = faces.dtype if dtype is None else dtype
+        self.real = not self.dtype.is_complex
+        self.transform = transform
+        wanted = self.sizes
+        if self.half:
+            wanted = (*self.sizes[:-1], self.sizes[-1] // 2 + 1)
+        found = tuple(faces.shape[-2 - len(wanted) : -2])
+        if found != wanted:
+            raise ValueError(
+                f"faces must be [..., {', '.join(map(str, wanted))}, n1, n2] for tubes of sizes {self.sizes} "
+                f"of a {self.dtype} tensor, got shape {tuple(faces.shape)}"
+            )
+
+    @property
+    def half(self) -> bool:
+        """Whether faces that are conjugates of others are left out."""
+        return self.real and self.transform.forward is None
+
+    @property
+    def shape(self) -> torch.Size:
+        """Of the tensor, tubes last."""
+        batch = self.faces.shape[: -2 - len(self.sizes)]
+        return torch.Size((*batch, *self.faces.shape[-2:], *self.sizes))
+
+    @property
+    def device(self) -> torch.device:
+        return self.faces.device
+
+    @property
+    def weights(self) -> Tensor:
+        """How many faces each one stands for, as factors of ``faces``: 1, 2, ..., 2, [1] for half faces.
+
+        <A, B> = sum_f weight_f Re <Ahat_f, Bhat_f> / n3 (Parseval), for the DFT.
+        """
+        real = self.faces.dtype.to_real()
+        if not self.half:
+            return torch.ones((*self.sizes, 1, 1), dtype=real, device=self.device)
+        return symmetry(self.sizes).weights.to(self.device, real)[..., None, None]
+
+    def with_faces(self, faces: Tensor) -> HalfFaces:
+        """Other faces of the same kind."""
+        return HalfFaces(faces, self.sizes, dtype=self.dtype, transform=self.transform)
+
+    def full(self) -> Tensor:
+        """All faces, [..., n3, ..., np, n1, n2]."""
+        if not self.half:
+            return self.faces
+        s, axes = symmetry(self.sizes), len(self.sizes)
+        flat = self.faces.flatten(-2 - axes, -3).index_select(-3, s.source.to(self.device))
+        flat = torch.where(s.conjugate.to(self.device)[:, None, None], flat.conj(), flat)
+        return flat.unflatten(-3, self.sizes)
+
+    def to_tensor(self, layout: str = "last") -> Tensor:
+        """The tensor: real, exactly, where it came from real ones."""
+        checks.one_of("layout", layout, LAYOUTS)
+        faces, t = self.faces, self.transform
+        if t.inverse is not None and faces.dtype != t.inverse[0].dtype:
+            wide = torch.promote_types(faces.dtype, t.inverse[0].dtype)
+            faces, t = faces.to(wide), t._replace(inverse=tuple(m.to(wide) for m in t.inverse))
+        x = reference.from_faces(faces, self.sizes, layout == "first", t.inverse, self.real)
+        return x.to(self.dtype).contiguous() if self.real or x.is_complex() else x.contiguous()
+
+    @property
+    def H(self) -> HalfFaces:
+        """The T-transpose: each face conjugate transposed."""
+        return self.with_faces(self.faces.mH)
+
+    @property
+    def mT(self) -> HalfFaces:
+        """The T-transpose of a real tensor, the same as ``H``."""
+        if not self.real:
+            raise TypeError("mT is for real tensors, got a complex one; its T-transpose, conjugate, is H")
+        return self.H
+
+    def _with(self, other: HalfFaces) -> tuple[Tensor, Tensor, torch.dtype]:
+        """Faces of both in one form."""
+        if self.sizes != other.sizes:
+            raise ValueError(f"both must have tubes of sizes {self.sizes}, got {other.sizes}")
+        if not self.transform.same(other.transform):
+            names = self.transform.name, other.transform.name
+            raise ValueError(f"both must have the same transform, got {names[0]!r} and {names[1]!r}")
+        x, y = self.faces, other.faces
+        if self.half != other.half:
+            x, y = self.full(), other.full()
+        wide = torch.promote_types(x.dtype, y.dtype)
+        return x.to(wide), y.to(wide), torch.promote_types(self.dtype, other.dtype)
+
+    def _combine(self, other: Any, name: str, function: Callable[[Tensor, Tensor], Tensor]) -> HalfFaces:
+        if not isinstance(other, HalfFaces):
+            raise TypeError(f"{name} needs HalfFaces on both sides, got {type(other).__name__}")
+        x, y, dtype = self._with(other)
+        return HalfFaces(function(x, y), self.sizes, dtype=dtype, transform=self.transform)
+
+    def __matmul__(self, other: HalfFaces) -> HalfFaces:
+        if isinstance(other, HalfFaces) and self.faces.shape[-1] != other.faces.shape[-2]:
+            raise ValueError(
+                f"the right factor must have {self.faces.shape[-1]} rows, got {other.faces.shape[-2]}"
+            )
+        return self._combine(other, "@", torch.matmul)
+
+    def __add__(self, other: HalfFaces) -> HalfFaces:
+        return self._combine(other, "+", torch.add)
+
+    def __sub__(self, other: HalfFaces) -> HalfFaces:
+        return self._combine(other, "-", torch.sub)
+
+    def __neg__(self) -> HalfFaces:
+        return self.with_faces(-self.faces)
+
+    def __mul__(self, factor: float | Tensor) -> HalfFaces:
+        if isinstance(factor, HalfFaces):
+            raise TypeError("* needs a number, got HalfFaces; the t-product is @")
+        if isinstance(factor, Tensor) and factor.ndim > 0:
+            raise ValueError(f"* needs a number, got a tensor of shape {tuple(factor.shape)}")
+        if self.real and (
+            isinstance(factor, complex) or (isinstance(factor, Tensor) and factor.is_complex())
+        ):
+            raise TypeError("* needs a real number for a real tensor, got a complex one")
+        return self.with_faces(self.faces * factor)
+
+    __rmul__ = __mul__
+
+    def __truediv__(self, divisor: float | Tensor) -> HalfFaces:
+        return self * (1 / divisor)
+
+    def inner(self, other: HalfFaces) -> Tensor:
+        """Re <A, B> of the tensors by Parseval, [...]: for the DFT and unitary transforms up to a factor."""
+        x, y, _ = self._with(other)
+        kept = self if self.half == other.half else HalfFaces(x, self.sizes, transform=self.transform)
+        products = (x.conj() * y).real * kept.weights
+        return products.flatten(-2 - len(self.sizes)).sum(-1) / unitary_scale(self.transform, self.sizes)
+
+    def norm(self) -> Tensor:
+        """||A||_F of the tensor, [...]."""
+        return self.inner(self).sqrt()
+
+    def __repr__(self) -> str:
+        kept = "half of the faces" if self.half else "all faces"
+        return f"HalfFaces({tuple(self.shape)}, {self.dtype}, {self.transform.name}, {kept})"
+
+
+def unitary_scale(transform: Transform, sizes: Sequence[int]) -> float:
+    """l with L^H L = l I for the whole transform; ValueError where there is none."""
+    if transform.forward is None:
+        return float(math.prod(sizes))
+    scale = 1.0
+    for m in transform.forward:
+        gram = (m.mH @ m).detach()
+        one = gram.diagonal().real.mean()
+        eye = torch.eye(len(m), dtype=m.dtype, device=m.device)
+        tolerance = 100 * len(m) * torch.finfo(m.dtype).eps
+        if torch.linalg.matrix_norm(gram - one * eye) > tolerance * one * math.sqrt(len(m)):
+            raise ValueError("transform must be unitary up to a factor here, got a matrix that is not")
+        scale *= float(one)
+    return scale
+
+
+def tube_fft(
+    a: Tensor, *, transform: str | Tensor | Sequence[Tensor] = "dft", layout: str = "last", order: int = 3
+) -> HalfFaces:
+    """The faces of a tubal tensor, as a value that keeps products in the transform domain.
+
+    Args:
+        a: [..., n1, n2, n3], real or complex, dtypes, ``transform``, ``layout`` and ``order`` as in
+            :func:`tprod`. bfloat16 and float16 are transformed in float32.
+
+    Returns:
+        :class:`HalfFaces`.
+
+    Raises:
+        TypeError, ValueError: naming the argument, what was received and what is wanted.
+
+    Kilmer, Martin 2011.
+
+    >>> a = torch.randn(10, 2, 4, dtype=torch.float64)
+    >>> u = tube_fft(a)
+    >>> for _ in range(3):
+    ...     u = u @ (u.H @ u)  # no transform in the loop
+    >>> u.to_tensor().shape
+    torch.Size([10, 2, 4])
+    >>> torch.allclose(tube_fft(a).norm(), a.norm())
+    True
+    """
+    ops.check_tubal("a", a, layout, order)
+    sizes = ops.tube_sizes(a, layout, order)
+    t = ops.resolve(transform, sizes, a.dtype, a.device)
+    x = a.to(torch.promote_types(a.dtype, torch.float32))
+    dtype = a.dtype
+    if t.forward is not None:
+        wide = torch.promote_types(x.dtype, t.forward[0].dtype)
+        if wide.is_complex and not dtype.is_complex:
+            dtype = wide
+        x, t = x.to(wide), t._replace(forward=tuple(m.to(wide) for m in t.forward))
+    faces = reference.to_faces(x, len(sizes), layout == "first", t.forward)
+    return HalfFaces(faces, sizes, dtype=dtype, transform=t)
+
+
+def tube_ifft(faces: HalfFaces, *, layout: str = "last") -> Tensor:
+    """The tensor with these faces; real, exactly, where it came from real ones.
+
+    Args:
+        faces: :class:`HalfFaces`.
+        layout: ``"last"`` gives [..., n1, n2, n3], ``"first"`` [..., n3, n1, n2].
+
+    Raises:
+        TypeError, ValueError: naming the argument.
+
+    >>> a = torch.randn(3, 2, 5, dtype=torch.float64)
+    >>> torch.allclose(tube_ifft(tube_fft(a)), a)
+    True
+    """
+    if not isinstance(faces, HalfFaces):
+        raise TypeError(f"faces must be HalfFaces, got {type(faces).__name__}")
+    return faces.to_tensor(layout)
+
+
+def facewise(a: Tensor, b: Tensor, *, layout: str = "last") -> Tensor:
+    """The product of two tensors slice by slice, with no transform: C(:, :, f) = A(:, :, f) B(:, :, f).
+
+    Args:
+        a, b: [..., n1, n2, n3] and [..., n2, n4, n3], or tubes first; leading dimensions broadcast, tubes do
+            not. Mixed dtypes promote.
+        layout: ``"last"`` or ``"first"``.
+
+    Returns:
+        [..., n1, n4, n3], contiguous.
+
+    Raises:
+        TypeError, ValueError: naming the argument.
+
+    >>> facewise(torch.ones(2, 3, 4), torch.ones(3, 5, 4))[0, 0]
+    tensor([3., 3., 3., 3.])
+    """
+    ops.check_product(a, b, False, False, layout, 3)
+    dtype = torch.promote_types(a.dtype, b.dtype)
+    x, y = a.to(dtype), b.to(dtype)
+    if layout == "first":
+        return x @ y
+    return reference.tubes_last(reference.faces_first(x, 1) @ reference.faces_first(y, 1), 1).contiguous()
+
+
+def enter(name: str, a: Any, transform: Any, layout: str, order: int) -> tuple[HalfFaces, Callable]:
+    """The faces of an argument, and what leads a result back to the argument's kind."""
+    if isinstance(a, HalfFaces):
+        return a, lambda faces: faces
+    ops.check_tubal(name, a, layout, order)
+    return tube_fft(a, transform=transform, layout=layout, order=order), lambda f: f.to_tensor(layout)
+
+
+def map_faces(function: Callable[..., tuple[Tensor, ...]], *tensors: HalfFaces) -> tuple[Tensor, ...]:
+    """A function of matrices [..., f, n1, n2], of which any batch may be taken apart, on the faces.
+
+    Real faces go in as real matrices, so that real tensors give exactly real results; of two faces that are
+    conjugates, one goes in. Results are [..., tubes, *rest], with as many leading dimensions as the faces.
+    """
+    lead, axes = tensors[0], len(tensors[0].sizes)
+    batch = lead.faces.ndim - 2 - axes
+    flat = [t.faces.flatten(batch, batch + axes - 1) for t in tensors]
+    tubes = lead.faces.shape[batch : batch + axes]
+    if not lead.half:
+        results = function(*flat)
+        return tuple(r.unflatten(batch, tubes) for r in results)
+    s = symmetry(lead.sizes)
+    real = function(*(x.index_select(batch, s.real.to(lead.device)).real for x in flat))
+    parts: list[tuple[Tensor, ...]]
+    if len(s.complex) == 0:
+        parts = [(r,) for r in real]
+    else:
+        others = function(*(x.index_select(batch, s.complex.to(lead.device)) for x in flat))
+        parts = [(r, c, c.conj()) if s.mirrored else (r, c) for r, c in zip(real, others, strict=True)]
+    joined = [torch.cat([p.to(part[-1].dtype) for p in part], batch) for part in parts]
+    if s.fill is not None:
+        joined = [j.index_select(batch, s.fill.to(lead.device)) for j in joined]
+    return tuple(j.unflatten(batch, tubes) for j in joined)
+
+
+def matrices(like: HalfFaces, faces: Tensor) -> HalfFaces:
+    """Results of ``map_faces`` as faces of a tensor like another; real ones of half faces become complex."""
+    return like.with_faces(faces.to(like.faces.dtype))
