@@ -99,11 +99,16 @@ inline void store_accumulator(float* c) {
     _tile_dpbf16ps(3, 5, 7)
 
 // accumulator += sum over `blocks` consecutive blocks of left * right; pieces lie left_piece, right_piece elements
-// apart. Small terms first, in the order that reloads the fewest tiles.
-template <int P>
+// apart. Small terms first, in the order that reloads the fewest tiles. A left operand that is exact in bf16 has one
+// piece against two.
+template <int P, int Left>
 inline void accumulate(const Bf16* left, int64_t left_piece, const Bf16* right, int64_t right_piece, int64_t blocks) {
+    static_assert(Left == P || (Left == 1 && P == 2));
     for (int64_t k = 0; k < blocks; ++k, left += kBlockSize, right += kBlockSize) {
-        if constexpr (P == 1) {
+        if constexpr (Left < P) {
+            PYOPS_AMX_BOTH(left, right + right_piece);
+            PYOPS_AMX_RIGHT(right);
+        } else if constexpr (P == 1) {
             PYOPS_AMX_BOTH(left, right);
         } else if constexpr (P == 2) {
             PYOPS_AMX_BOTH(left + left_piece, right);
@@ -127,11 +132,11 @@ inline void accumulate(const Bf16* left, int64_t left_piece, const Bf16* right, 
 // c[j] (+)= left * right[j] for `panels` panels, right_panel elements apart: c holds 32x32 float blocks. The depth is
 // cut so that the left blocks of a cut (24 KB) stay in L1 while the panels stream from L2: 1.5x over one pass per
 // panel. finish(j) is called as soon as c[j] is complete: what it stores drains behind the products of the next panel.
-template <int P, class Finish>
+template <int P, int Left = P, class Finish>
 inline void multiply_row(const Bf16* left, int64_t left_piece, const Bf16* right, int64_t right_panel,
                          int64_t right_piece, int64_t blocks, int64_t panels, float* c, bool add,
                          const Finish& finish) {
-    const int64_t cuts = (blocks * P + 11) / 12;
+    const int64_t cuts = (blocks * Left + 11) / 12;
     for (int64_t cut = 0; cut < cuts; ++cut) {
         const int64_t k0 = blocks * cut / cuts, k1 = blocks * (cut + 1) / cuts;
         for (int64_t j = 0; j < panels; ++j) {
@@ -139,7 +144,7 @@ inline void multiply_row(const Bf16* left, int64_t left_piece, const Bf16* right
                 load_accumulator(c + j * 1024);
             else
                 zero_accumulator();
-            accumulate<P>(left + k0 * kBlockSize, left_piece, right + j * right_panel + k0 * kBlockSize, right_piece,
+            accumulate<P, Left>(left + k0 * kBlockSize, left_piece, right + j * right_panel + k0 * kBlockSize, right_piece,
                           k1 - k0);
             store_accumulator(c + j * 1024);
             if (cut + 1 == cuts) finish(j);

@@ -41,8 +41,9 @@ struct SmallGemm {
         const T* r = nullptr;  // r(i) = r[i * r_step]; null: no D
         int64_t r_step = 0;
         Shape shape = Shape::Full;
-        const T* add = nullptr;  // D, with C's leading dimension; null: C itself
-        bool precise = false;    // of interest to engines that round operands: keep twice the bits
+        const T* add = nullptr;   // D, with C's leading dimension; null: C itself
+        bool precise = false;     // of interest to engines that round operands: keep twice the bits
+        bool exact_left = false;  // for those: A has no more bits than they keep
     };
 
     // m x n x k; n is a multiple of kLanes. Calls between() before each tile.

@@ -1,5 +1,5 @@
 // The products of a chunk on AMX tiles: operands are rounded to bf16 as they are packed, or for a precise product to
-// the sum of two bf16 (three products then, 16 bits); sums are float32.
+// the sum of two bf16 (three products then, 16 bits; two where the left operand is exact in bf16); sums are float32.
 //
 // Per 32 x 32 x 32 step 64 cycles of products against 16 + 16 rows of conversions, which the other row and column
 // blocks of the product share. Two rows of the right operand are interleaved into pairs; a left operand that is given
@@ -32,32 +32,64 @@ class AmxProducts {
         sums_ = pieces.take<float>(blocks * 1024);
     }
 
+    // The right operand given by columns, b(k, j) = o.b[j * o.ldb + k], of which there are n.
+    void multiply_by_columns(int64_t m, int64_t n, int64_t k, const Operands& o) {
+        const int64_t kb = (k + 31) / 32, nb = (n + 31) / 32;
+        alignas(64) amx::Bf16 rows[amx::kTile];
+        for (int64_t p = 0; p < kb; ++p)
+            for (int64_t h = 0; h < 2 * nb; ++h) {
+                const float* source = o.b + 16 * h * o.ldb + 32 * p;
+                const __mmask16 low = first_lanes(k - 32 * p), high = first_lanes(k - 32 * p - 16);
+                for (int64_t r = 0; r < 16; ++r) {
+                    const bool inside = 16 * h + r < n;
+                    const float* s = source + r * o.ldb;
+                    const __m512 x = _mm512_maskz_loadu_ps(inside ? low : 0, s);
+                    const __m512 y = _mm512_maskz_loadu_ps(inside ? high : 0, s + 16);
+                    _mm512_store_si512(rows + 32 * r, amx::narrow(x, y));
+                }
+                amx::transpose_tile(rows, right_ + (h / 2 * kb + p) * amx::kBlockSize + h % 2 * amx::kTile);
+            }
+        products<1, 1>(m, n, k, o);
+    }
+
     void multiply(int64_t m, int64_t n, int64_t k, const Operands& o) {
-        o.precise ? multiply<2>(m, n, k, o) : multiply<1>(m, n, k, o);
+        if (!o.precise) return multiply<1, 1>(m, n, k, o);
+        o.exact_left ? multiply<2, 1>(m, n, k, o) : multiply<2, 2>(m, n, k, o);
     }
 
     Prefetch prefetch;
 
   private:
-    template <int P>
+    template <int P, int Left>
     void multiply(int64_t m, int64_t n, int64_t k, const Operands& o) {
         const int64_t kb = (k + 31) / 32, nb = (n + 31) / 32;
         for (int64_t p = 0; p < kb; ++p)
             for (int64_t h = 0; h < 2 * nb; ++h)
                 pack_pairs<P>(o.b + 32 * p * o.ldb + 16 * h, o.ldb, std::min<int64_t>(32, k - 32 * p), n - 16 * h,
                               right_ + (h / 2 * kb + p) * amx::kBlockSize + h % 2 * amx::kTile, right_piece_);
+        products<P, Left>(m, n, k, o);
+    }
+
+    // With the packed right operand.
+    template <int P, int Left>
+    void products(int64_t m, int64_t n, int64_t k, const Operands& o) {
+        const int64_t kb = (k + 31) / 32, nb = (n + 31) / 32;
         for (int64_t i = 0; i * 32 < m; ++i) {
             const int64_t rows = std::min<int64_t>(32, m - 32 * i);
             const int64_t first = o.shape == Shape::UpperLeft ? i : 0;
             const int64_t last = o.shape == Shape::LowerLeft ? std::min(kb, i + 1) : kb;
             const int64_t panels = o.shape == Shape::LowerResult ? std::min(nb, i + 1) : nb;
             for (int64_t p = first; p < last; ++p)
-                pack_left<P>(o.a + 32 * i * o.ai + 32 * p * o.ak, o.ai, o.ak, rows, std::min<int64_t>(32, k - 32 * p),
-                             left_ + p * amx::kBlockSize);
-            amx::multiply_row<P>(left_ + first * amx::kBlockSize, left_piece_, right_ + first * amx::kBlockSize,
-                                 kb * amx::kBlockSize, right_piece_, last - first, panels, sums_, false,
-                                 [&](int64_t j) { finish(o, 32 * i, rows, 32 * j, n); });
+                pack_left<Left>(o.a + 32 * i * o.ai + 32 * p * o.ak, o.ai, o.ak, rows,
+                                std::min<int64_t>(32, k - 32 * p), left_ + p * amx::kBlockSize);
+            amx::multiply_row<P, Left>(left_ + first * amx::kBlockSize, left_piece_, right_ + first * amx::kBlockSize,
+                                       kb * amx::kBlockSize, right_piece_, last - first, panels, sums_, false,
+                                       [&](int64_t j) { finish(o, 32 * i, rows, 32 * j, n); });
         }
+    }
+
+    static __mmask16 first_lanes(int64_t count) {
+        return static_cast<__mmask16>(count >= 16 ? 0xffff : count <= 0 ? 0 : (1 << count) - 1);
     }
 
     // Adds r D to a block of sums and stores it.
@@ -104,10 +136,7 @@ class AmxProducts {
     void pack_left(const float* source, int64_t row_step, int64_t column_step, int64_t rows, int64_t columns,
                    amx::Bf16* block) const {
         if (column_step == 1) {
-            const auto mask = [](int64_t count) {
-                return static_cast<__mmask16>(count >= 16 ? 0xffff : count <= 0 ? 0 : (1 << count) - 1);
-            };
-            const __mmask16 low = mask(columns), high = mask(columns - 16);
+            const __mmask16 low = first_lanes(columns), high = first_lanes(columns - 16);
             for (int64_t r = 0; r < rows; ++r) {
                 const float* s = source + r * row_step;
                 amx::store_pieces(_mm512_maskz_loadu_ps(low, s), _mm512_maskz_loadu_ps(high, s + 16), block + 32 * r,

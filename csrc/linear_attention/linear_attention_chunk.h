@@ -64,10 +64,10 @@ class Chunk {
         }
         if (!backward) return;
         du_ = pieces.take<T>(value_size);
-        u_t_ = pieces.take<T>(value_size);
+        u_t_ = pieces.take<T>(E::kLowPrecision ? 0 : value_size);
         dm_ = pieces.take<T>(square);
-        state_t_ = pieces.take<T>(kld_ * vld_);
-        dstate_t_ = pieces.take<T>(kld_ * vld_);
+        state_t_ = pieces.take<T>(E::kLowPrecision ? 0 : kld_ * vld_);
+        dstate_t_ = pieces.take<T>(E::kLowPrecision ? 0 : kld_ * vld_);
         d_decayed_q_ = pieces.take<T>(key_size);
         d_last_k_ = pieces.take<T>(key_size);
         dq_ = pieces.take<T>(key_size);
@@ -145,7 +145,7 @@ class Chunk {
                 if (G != Gate::None) Gem::store(last_k_ + e, decay_.suffix(i, j) * k);
                 if (kDelta && G != Gate::None && (vector || backward)) Gem::store(decayed_k_ + e, prefix * k);
             }
-        if constexpr (!vector) Transpose<T>::run(padded(c_, kLanes), kn_, k_, kld_, k_t_, side_);
+        if constexpr (!vector && !E::kLowPrecision) Transpose<T>::run(padded(c_, kLanes), kn_, k_, kld_, k_t_, side_);
         if constexpr (kDelta) {
             decay_.gram(k_, k_, k_t_, true, T(1), n_);
             invert();
@@ -156,7 +156,7 @@ class Chunk {
     void solve([[maybe_unused]] const T* state) {
         if constexpr (kDelta) {
             const T* k = G == Gate::Vector ? decayed_k_ : k_;
-            engine_.multiply(c_, vn_, keys_, precisely({k, kld_, 1, state, vld_, rest_, vld_}));
+            engine_.multiply(c_, vn_, keys_, precisely({k, kld_, 1, state, vld_, rest_, vld_}, k == k_));
             for (int64_t i = 0; i < c_; ++i) {
                 const Vector prefix = G == Gate::Vector ? T(1) - Vector{} : decay_.prefix(i, 0);
                 for (int64_t j = 0; j < vn_; j += kLanes) {
@@ -177,7 +177,7 @@ class Chunk {
     void output(const T* state) {
         const T* q = G == Gate::Vector ? decayed_q_ : q_;
         const auto factor = row_factor();
-        engine_.multiply(c_, vn_, keys_, precisely({q, kld_, 1, state, vld_, o_, vld_}));
+        engine_.multiply(c_, vn_, keys_, precisely({q, kld_, 1, state, vld_, o_, vld_}, q == q_));
         engine_.multiply(c_, vn_, c_, {m_, side_, 1, u_, vld_, o_, vld_, factor.data, factor.step, Shape::LowerLeft});
     }
 
@@ -275,27 +275,27 @@ class Chunk {
         solve(state);
         scores();
         read_rows<T>(d.o, offset_of(d.o, at), d.o.time, c_, values_, T(1), dout, vld_);
-        Transpose<T>::run(kn_, vn_, state, vld_, state_t_, kld_);
-        Transpose<T>::run(kn_, vn_, dstate, vld_, dstate_t_, kld_);
-        Transpose<T>::run(padded(c_, kLanes), vn_, u_, vld_, u_t_, side_);
+        if constexpr (!E::kLowPrecision) {
+            Transpose<T>::run(kn_, vn_, state, vld_, state_t_, kld_);
+            Transpose<T>::run(kn_, vn_, dstate, vld_, dstate_t_, kld_);
+            Transpose<T>::run(padded(c_, kLanes), vn_, u_, vld_, u_t_, side_);
+        }
         const auto total = decay_.total();
         const T* one = decay_.one();
 
         engine_.multiply(c_, vn_, c_, {m_, 1, side_, dout, vld_, du_, vld_, nullptr, 0, Shape::UpperLeft});
         engine_.multiply(c_, vn_, keys_, {last_k_, kld_, 1, dstate, vld_, du_, vld_, one, 0});
-        engine_.multiply(c_, padded(c_, kLanes), values_,
-                         {dout, vld_, 1, u_t_, side_, dm_, side_, nullptr, 0, Shape::LowerResult});
-        engine_.multiply(c_, kn_, values_, {dout, vld_, 1, state_t_, kld_, d_decayed_q_, kld_});
-        engine_.multiply(c_, kn_, values_, {u_, vld_, 1, dstate_t_, kld_, d_last_k_, kld_});
+        times_transposed(padded(c_, kLanes), dout, u_, u_t_, side_, dm_, Shape::LowerResult);
+        times_transposed(kn_, dout, state, state_t_, kld_, d_decayed_q_);
+        times_transposed(kn_, u_, dstate, dstate_t_, kld_, d_last_k_);
         const T* dv = du_;
         if constexpr (kDelta) {
             engine_.multiply(c_, vn_, c_,
                              precisely({inverse_, 1, side_, du_, vld_, x_, vld_, nullptr, 0, Shape::UpperLeft}));
-            engine_.multiply(c_, padded(c_, kLanes), values_,
-                             {x_, vld_, 1, u_t_, side_, dn_, side_, nullptr, 0, Shape::LowerResult});
+            times_transposed(padded(c_, kLanes), x_, u_, u_t_, side_, dn_, Shape::LowerResult);
             dv = du_;
             backward_of_beta();
-            engine_.multiply(c_, kn_, values_, {x_, vld_, 1, state_t_, kld_, d_decayed_k_, kld_});
+            times_transposed(kn_, x_, state, state_t_, kld_, d_decayed_k_);
         }
         write_rows<T>(d.v, offset_of(d.v, at), d.v.time, c_, values_, dv, vld_);
 
@@ -310,11 +310,23 @@ class Chunk {
 
   private:
     using Operands = typename Gem::Operands;
-    static Operands precisely(Operands o) {
+    // as_given: the left operand is an input as it was given, exact where inputs are narrow.
+    static Operands precisely(Operands o, bool as_given = false) {
         o.precise = true;
+        o.exact_left = as_given;
         return o;
     }
     T scale() const { return scale_; }
+
+    // result (c x n) = x y^T for rows of values, where y^T is given too, with the result's leading dimension, unless
+    // the engine transposes as it packs.
+    void times_transposed(int64_t n, const T* x, const T* y, [[maybe_unused]] const T* y_t, int64_t ld, T* result,
+                          Shape shape = Shape::Full) {
+        if constexpr (E::kLowPrecision)
+            engine_.multiply_by_columns(c_, n, values_, {x, vld_, 1, y, vld_, result, ld, nullptr, 0, shape});
+        else
+            engine_.multiply(c_, n, values_, {x, vld_, 1, y_t, ld, result, ld, nullptr, 0, shape});
+    }
 
     // What q S is to be multiplied by, row by row.
     typename Decay<E, G>::Rows row_factor() const {

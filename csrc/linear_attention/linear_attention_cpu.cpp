@@ -65,27 +65,28 @@ class Units {
   public:
     // Ranges hold whole groups of `group` heads, at most `most` heads, and give every thread a few units if they can.
     Units(const LinearAttention& p, const Segments& segments, int64_t group, int64_t most, int threads)
-        : p_(p), segments_(segments) {
-        const int64_t groups = p.value_heads / group;
-        const int64_t wanted = std::max<int64_t>(1, p.sequences * groups / (2 * threads));
-        heads_ = std::min(wanted, std::max<int64_t>(1, most / group)) * group;
-        ranges_ = (p.value_heads + heads_ - 1) / heads_;
+        : p_(p), segments_(segments), group_(group), groups_(p.value_heads / group) {
+        const int64_t wanted = std::max<int64_t>(1, p.sequences * groups_ / (2 * threads));
+        const int64_t heads = std::min(wanted, std::max<int64_t>(1, most / group));
+        ranges_ = (groups_ + heads - 1) / heads;
     }
     int64_t count() const { return p_.sequences * segments_.count * ranges_; }
-    int64_t heads() const { return heads_; }
+    int64_t heads() const { return ranges_ ? (groups_ + ranges_ - 1) / ranges_ * group_ : 0; }
     Unit operator[](int64_t i) const {
-        const int64_t segment = i / ranges_, first = i % ranges_ * heads_, n = segment / segments_.count;
+        const int64_t segment = i / ranges_, range = i % ranges_, n = segment / segments_.count;
         const int64_t start = p_.starts ? p_.starts[n] : 0, end = p_.starts ? p_.starts[n + 1] : p_.length;
         const int64_t skipped = std::min(segment % segments_.count * segments_.tokens, end - start);
-        return {segment,         p_.starts ? 0 : n,
-                start + skipped, std::min(segments_.tokens, end - start - skipped),
-                first,           std::min(first + heads_, p_.value_heads)};
+        return {segment,           p_.starts ? 0 : n,
+                start + skipped,   std::min(segments_.tokens, end - start - skipped),
+                first_head(range), first_head(range + 1)};
     }
 
   private:
+    int64_t first_head(int64_t range) const { return range * groups_ / ranges_ * group_; }
+
     const LinearAttention& p_;
     Segments segments_;
-    int64_t heads_, ranges_;
+    int64_t group_, groups_, ranges_;
 };
 
 // Calls work(unit, scratch) for every unit, on threads that each own `bytes` of scratch.
@@ -219,8 +220,7 @@ struct Walk {
         const Segments segments = cut(p, 1, chunk_size(p), threads);
         if (segments.count == 1) return forward(p, segments, o, final_state, threads);
         const SegmentStates<T> states(p, segments);
-        if (!summarise(p, segments, nullptr, states, threads) ||
-            !states.combine(p.initial_state, final_state, false))
+        if (!summarise(p, segments, nullptr, states, threads) || !states.combine(p.initial_state, final_state, false))
             return forward(p, {1, longest(p)}, o, final_state, threads);
         LinearAttention cut_up = p;
         cut_up.initial_state = states.view();
@@ -231,9 +231,8 @@ struct Walk {
         const Segments segments = cut(p, p.q_group, chunk_size(p), threads);
         if (segments.count == 1) return backward(p, segments, d, threads);
         const SegmentStates<T> states(p, segments), dstates(p, segments);
-        if (!summarise(p, segments, nullptr, states, threads) ||
-            !states.combine(p.initial_state, {}, false) || !summarise(p, segments, &d, dstates, threads) ||
-            !dstates.combine(d.state, d.initial_state, true))
+        if (!summarise(p, segments, nullptr, states, threads) || !states.combine(p.initial_state, {}, false) ||
+            !summarise(p, segments, &d, dstates, threads) || !dstates.combine(d.state, d.initial_state, true))
             return backward(p, {1, longest(p)}, d, threads);
         LinearAttention cut_up = p;
         cut_up.initial_state = states.view();

@@ -53,19 +53,14 @@ class Decay {
         c_ = c;
         if constexpr (G == Gate::Scalar) {
             read_rows<T>(g, offset_of(g, at), g.time, c, 1, T(1), a_, 1);
+            for (int64_t i = 0; i < c; ++i) a_[i] = exp_of(a_[i]);
             T p = 1, s = 1;
-            for (int64_t i = 0; i < c; ++i) prefix_[i] = p *= a_[i] = exp_of(a_[i]);
+            for (int64_t i = 0; i < c; ++i) prefix_[i] = p *= a_[i];
             for (int64_t i = c - 1; i >= 0; --i) {
                 suffix_[i] = s;
                 s *= a_[i];
             }
-            for (int64_t i = 0; i < c; ++i) {
-                T* row = d_ + i * side_;
-                const Vector a = a_[i] - Vector{};
-                for (int64_t j = 0; j < side_; j += kLanes)
-                    Gem::store(row + j, i ? a * Gem::load(row - side_ + j) : Vector{});
-                row[i] = 1;
-            }
+            for (int64_t j = 0; j < c; j += 2 * kLanes) pairs(j);
         } else if constexpr (G == Gate::Vector) {
             read_rows<T>(g, offset_of(g, at), g.time, c, keys_, T(1), a_, ld_);
             for (int64_t i = 0; i < c * ld_; ++i) a_[i] = exp_of(a_[i]);
@@ -111,13 +106,17 @@ class Decay {
     const T* one() const { return &one_; }
 
     // m = factor times the decayed Gram matrix of x and y, zero above the diagonal (and on it if `strict`). y_t is y
-    // transposed, used by the scalar forms only.
+    // transposed, used by the scalar forms only, and there by engines that do not transpose as they pack.
     void gram(const T* x, const T* y, [[maybe_unused]] const T* y_t, bool strict, T factor, T* m) {
         if constexpr (G == Gate::Vector) {
             gram_blocks(x, y, m);
         } else {
-            engine_.multiply(c_, padded(c_, kLanes), keys_,
-                             {x, ld_, 1, y_t, side_, m, side_, nullptr, 0, Shape::LowerResult});
+            const int64_t n = padded(c_, kLanes);
+            if constexpr (E::kLowPrecision)
+                engine_.multiply_by_columns(c_, n, keys_,
+                                            {x, ld_, 1, y, ld_, m, side_, nullptr, 0, Shape::LowerResult});
+            else
+                engine_.multiply(c_, n, keys_, {x, ld_, 1, y_t, side_, m, side_, nullptr, 0, Shape::LowerResult});
         }
         mask(m, strict, factor);
     }
@@ -190,6 +189,28 @@ class Decay {
                 Gem::store(right_decay_ + j * ld_ + v, w);
                 Gem::store(right_ + j * ld_ + v, w * Gem::load(y + j * ld_ + v));
             }
+        }
+    }
+
+    // Columns j .. j + 2 kLanes of D from row j on: each row is a_i times the one before it, with a 1 on the diagonal.
+    // What lies above the diagonal is left or overwritten.
+    void pairs(int64_t j) {
+        using Lanes = typename Transpose<T>::Mask;
+        Lanes left, right;
+        for (int l = 0; l < kLanes; ++l) left[l] = l;
+        right = left + static_cast<int>(kLanes);
+        const bool wide = j + kLanes < side_;
+        const Vector one = T(1) - Vector{};
+        Vector x{}, y{};
+        T* row = d_ + j * side_ + j;
+        for (int64_t i = j; i < c_; ++i, row += side_) {
+            const Vector a = a_[i] - Vector{};
+            const Lanes diagonal = static_cast<typename Transpose<T>::Index>(i - j) - Lanes{};
+            x = left == diagonal ? one : a * x;
+            Gem::store(row, x);
+            if (!wide) continue;
+            y = right == diagonal ? one : a * y;
+            Gem::store(row + kLanes, y);
         }
     }
 
