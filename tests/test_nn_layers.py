@@ -241,6 +241,14 @@ def test_no_tokens(name):
 
 
 @every_layer
+@pytest.mark.parametrize("length", [1, 5])
+def test_meta_device(name, length):
+    layer = make(name, torch.float32, device="meta")
+    y, state = layer(torch.empty(2, length, D, device="meta"), layer.zero_state(2))
+    assert y.shape == (2, length, D) and state.recurrent.device.type == "meta"
+
+
+@every_layer
 def test_device_dtype_and_initial_values(name):
     layer = make(name, torch.bfloat16, device="meta")
     assert {(p.device.type, p.dtype) for p in layer.parameters()} == {("meta", torch.bfloat16)}
@@ -304,12 +312,58 @@ def test_default_sizes():
 
 
 X = torch.randn(1, 6, D)
+STATE = make("gla-conv", torch.float32).zero_state()
+NO_TENSOR = {
+    "None": (lambda a: a(None), TypeError, "x must be a torch.Tensor, got NoneType"),
+    "list": (lambda a: a([[[0.0] * D]]), TypeError, "x must be a torch.Tensor, got list"),
+    "float64": (
+        lambda a: a(X.double()),
+        TypeError,
+        "x must have the dtype of the parameters, torch.float32, got",
+    ),
+    "int64": (
+        lambda a: a(X.long()),
+        TypeError,
+        "x must have the dtype of the parameters, .*, got torch.int64",
+    ),
+    "size": (lambda a: a(X[..., :-1]), ValueError, r"x must be \[B, T, 12\], got shape \(1, 6, 11\)"),
+    "device": (
+        lambda a: a(X.to("meta")),
+        ValueError,
+        "x must be on the device of the parameters, cpu, got meta",
+    ),
+}
+
+
+@pytest.mark.parametrize("what", NO_TENSOR)
+@every_layer
+def test_bad_inputs_of_every_layer(name, what, monkeypatch):
+    """Before any work."""
+    call, error, message = NO_TENSOR[what]
+    layer = make(name, torch.float32)
+    monkeypatch.setattr(torch.nn.Linear, "forward", None)
+    with pytest.raises(error, match=message):
+        call(layer)
+
+
 BAD = [
     (lambda a: a(X[0]), ValueError, r"x must be \[B, T, 12\], got shape \(6, 12\)"),
+    (lambda a: a(X, STATE._replace(recurrent=None)), TypeError, "state.recurrent must be a torch.Tensor"),
+    (
+        lambda a: a(X, STATE._replace(recurrent=STATE.recurrent.int())),
+        TypeError,
+        "state.recurrent must be floating, got torch.int32",
+    ),
+    (
+        lambda a: a(X, STATE._replace(conv=(*STATE.conv[:2], STATE.conv[0][:, 1:]))),
+        ValueError,
+        r"state.conv\[2\] must be \(1, 2, 12\), got shape \(1, 1, 12\)",
+    ),
+    (lambda a: a(X, STATE._replace(conv=(None,) * 3)), TypeError, r"state.conv\[0\] must be a torch.Tensor"),
     (lambda a: a(X, (torch.zeros(1),)), TypeError, "state must be a pyops.nn.LayerState"),
-    (lambda a: a(X, a.zero_state(2)), ValueError, r"state.recurrent must be \(1, 3, 4, 4\), got \(2"),
+    (lambda a: a(X, a.zero_state(2)), ValueError, r"state.recurrent must be \(1, 3, 4, 4\), got shape \(2"),
     (lambda a: a(X, LayerState(a.zero_state().recurrent)), ValueError, "state.conv must hold 3 tensors"),
-    (lambda a: a(X, None, torch.tensor([0, 5])), ValueError, "cu_seqlens must start at 0"),
+    (lambda a: a(X, None, torch.tensor([0, 5])), ValueError, "cu_seqlens must end at T = 6, got 5"),
     (lambda a: a(X, a.zero_state(), torch.tensor([0, 2, 6])), ValueError, r"state.recurrent must be \(2, "),
     (lambda a: GatedLinearAttention(D, num_heads=5), ValueError, "expand_k must give .* num_heads = 5"),
     (lambda a: GatedLinearAttention(D, num_heads=2, expand_v=0.1), ValueError, "expand_v must give"),

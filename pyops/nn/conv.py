@@ -10,8 +10,48 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from pyops.ops import _checks as checks
+from pyops.ops import linear_attention as op
+from pyops.reference.linear_attention import checked_bounds
 
 Factory = dict[str, Any]
+
+
+def _autocast(x: Tensor) -> bool:
+    """Whether autocast chooses the dtype of products with x."""
+    device = x.device.type
+    return torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
+
+
+def check_input(x: Any, channels: int, parameter: Tensor) -> None:
+    """x must be [B, T, channels], and what the parameters can be multiplied with.
+
+    Raises:
+        TypeError, ValueError: naming x.
+    """
+    if not isinstance(x, Tensor):
+        raise TypeError(f"x must be a torch.Tensor, got {type(x).__name__}")
+    if x.ndim != 3 or x.shape[-1] != channels:
+        raise ValueError(f"x must be [B, T, {channels}], got shape {tuple(x.shape)}")
+    if x.device != parameter.device:
+        raise ValueError(f"x must be on the device of the parameters, {parameter.device}, got {x.device}")
+    if x.dtype != parameter.dtype and not (_autocast(x) and x.is_floating_point()):
+        raise TypeError(f"x must have the dtype of the parameters, {parameter.dtype}, got {x.dtype}")
+
+
+def check_state(name: str, state: Any, shape: tuple[int, ...], x: Tensor) -> None:
+    """A floating tensor of that shape on x's device.
+
+    Raises:
+        TypeError, ValueError: naming it.
+    """
+    if not isinstance(state, Tensor):
+        raise TypeError(f"{name} must be a torch.Tensor, got {type(state).__name__}")
+    if tuple(state.shape) != shape:
+        raise ValueError(f"{name} must be {shape}, got shape {tuple(state.shape)}")
+    if not state.is_floating_point():
+        raise TypeError(f"{name} must be floating, got {state.dtype}")
+    if state.device != x.device:
+        raise ValueError(f"{name} must be on the device of x, {x.device}, got {state.device}")
 
 
 def sequences(x: Tensor, cu_seqlens: Any) -> int:
@@ -21,22 +61,10 @@ def sequences(x: Tensor, cu_seqlens: Any) -> int:
         TypeError, ValueError: naming cu_seqlens, or x where its batch is not 1 although cu_seqlens is given.
             Values are looked at on the CPU only; elsewhere that would wait for the device.
     """
-    if cu_seqlens is None:
-        return x.shape[0]
-    if not isinstance(cu_seqlens, Tensor) or cu_seqlens.dtype not in (torch.int32, torch.int64):
-        found = cu_seqlens.dtype if isinstance(cu_seqlens, Tensor) else type(cu_seqlens).__name__
-        raise TypeError(f"cu_seqlens must be an int32 or int64 tensor, got {found}")
-    if cu_seqlens.ndim != 1 or cu_seqlens.shape[0] < 2:
-        raise ValueError(f"cu_seqlens must be [N + 1] with N >= 1, got shape {tuple(cu_seqlens.shape)}")
-    if x.shape[0] != 1:
-        raise ValueError(f"x must have a batch of 1 with cu_seqlens, got shape {tuple(x.shape)}")
-    if cu_seqlens.device.type == "cpu" and not torch.compiler.is_compiling():
-        bounds = cu_seqlens.tolist()
-        if bounds[0] != 0 or bounds[-1] != x.shape[1] or bounds != sorted(bounds):
-            raise ValueError(
-                f"cu_seqlens must start at 0, never decrease and end at T = {x.shape[1]}, got {bounds}"
-            )
-    return cu_seqlens.shape[0] - 1
+    count = op._sequences(cu_seqlens, x, "x")
+    if cu_seqlens is not None and x.device.type == "cpu" and not torch.compiler.is_compiling():
+        checked_bounds(cu_seqlens, x.shape[1])
+    return count
 
 
 class ShortConvolution(nn.Module):
@@ -120,14 +148,12 @@ class ShortConvolution(nn.Module):
         Raises:
             TypeError, ValueError: naming the argument, what was received and what is wanted.
         """
-        if x.ndim != 3 or x.shape[-1] != self.hidden_size:
-            raise ValueError(f"x must be [B, T, {self.hidden_size}], got shape {tuple(x.shape)}")
+        check_input(x, self.hidden_size, self.weight)
         carried = self.kernel_size - 1
         shape = (sequences(x, cu_seqlens), carried, self.hidden_size)
         if state is None:
             state = x.new_zeros(shape)
-        elif tuple(state.shape) != shape:
-            raise ValueError(f"state must be {shape}, got shape {tuple(state.shape)}")
+        check_state("state", state, shape, x)
         state, length = state.to(x.dtype), x.shape[1]
         if cu_seqlens is None:
             # Its own memory: a view of the row would keep x alive and alias what the backward pass needs.
@@ -151,9 +177,7 @@ class ShortConvolution(nn.Module):
         if x.shape[1] < self.kernel_size:
             return x[:, :0]
         if (
-            x.shape[1] == self.kernel_size
-            and x.dtype == self.weight.dtype
-            and not torch.is_autocast_enabled(x.device.type)
+            x.shape[1] == self.kernel_size and x.dtype == self.weight.dtype and not _autocast(x)
         ):  # one token, as in decoding: a convolution costs 4 times as much to set up as this sum to take
             dtype = torch.promote_types(x.dtype, torch.float32)
             y = (x.to(dtype) * self.weight[:, 0].mT).sum(1, keepdim=True)

@@ -9,12 +9,11 @@ from torch import Tensor, nn
 
 from pyops.nn.conv import ShortConvolution
 from pyops.nn.layer import (
+    DecayLayer,
     GatedRMSNorm,
     LayerState,
-    RecurrentLayer,
     attend,
     divided,
-    draw_decay_,
     l2_normalized,
     log_decay,
     wide,
@@ -22,7 +21,7 @@ from pyops.nn.layer import (
 from pyops.ops import _checks as checks
 
 
-class GatedDeltaNet(RecurrentLayer):
+class GatedDeltaNet(DecayLayer):
     r"""A state that decays per head and is corrected towards v at k:
 
         q, k, v = conv(W_q x), conv(W_k x), conv(W_v x);   q, k <- q / |q|, k / |k|  per head
@@ -73,9 +72,9 @@ class GatedDeltaNet(RecurrentLayer):
         heads = num_heads if num_v_heads is None else checks.count("num_v_heads", num_v_heads)
         divided("num_v_heads", heads, "num_heads", num_heads)
         value_dim = divided("expand_v", expand_v * head_dim * heads, "num_v_heads", heads)
-        super().__init__(hidden_size, (heads, head_dim, value_dim))
-        self.num_heads = num_heads
         factory = {"device": device, "dtype": dtype}
+        super().__init__(hidden_size, (heads, head_dim, value_dim), 0.0, factory)
+        self.num_heads = num_heads
         keys, values = num_heads * head_dim, heads * value_dim
         self.q_proj = nn.Linear(hidden_size, keys, bias=False, **factory)
         self.k_proj = nn.Linear(hidden_size, keys, bias=False, **factory)
@@ -83,18 +82,12 @@ class GatedDeltaNet(RecurrentLayer):
         self.a_proj = nn.Linear(hidden_size, heads, bias=False, **factory)
         self.b_proj = nn.Linear(hidden_size, heads, bias=False, **factory)
         self.g_proj = nn.Linear(hidden_size, values, bias=False, **factory)
-        self.A_log = nn.Parameter(torch.empty(heads, **factory))
-        self.dt_bias = nn.Parameter(torch.empty(heads, **factory))
         self.q_conv1d = ShortConvolution(keys, conv_size, **factory)
         self.k_conv1d = ShortConvolution(keys, conv_size, **factory)
         self.v_conv1d = ShortConvolution(values, conv_size, **factory)
         self.o_norm = GatedRMSNorm(value_dim, norm_eps, **factory)
         self.o_proj = nn.Linear(values, hidden_size, bias=False, **factory)
-        draw_decay_(self.dt_bias, self.A_log, 0.0)
-
-    def reset_parameters(self) -> None:
-        super().reset_parameters()
-        draw_decay_(self.dt_bias, self.A_log, 0.0)
+        self._draw_decays()
 
     def forward(
         self, x: Tensor, state: LayerState | None = None, cu_seqlens: Tensor | None = None

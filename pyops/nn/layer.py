@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from pyops.nn.conv import ShortConvolution, sequences
+from pyops.nn.conv import ShortConvolution, check_input, check_state, sequences
 from pyops.ops import _checks as checks
 from pyops.ops.linear_attention import linear_attention
 
@@ -85,19 +85,17 @@ class RecurrentLayer(nn.Module):
         self, x: Tensor, state: LayerState | None, cu_seqlens: Tensor | None
     ) -> tuple[Tensor | None, Iterable[Tensor | None]]:
         """The checked state: the recurrent part, and that of each convolution."""
-        if x.ndim != 3 or x.shape[-1] != self.hidden_size:
-            raise ValueError(f"x must be [B, T, {self.hidden_size}], got shape {tuple(x.shape)}")
-        convolutions, count = len(self.convolutions()), sequences(x, cu_seqlens)
+        check_input(x, self.hidden_size, next(self.parameters()))
+        convolutions, count = self.convolutions(), sequences(x, cu_seqlens)
         if state is None:
-            return None, [None] * convolutions
+            return None, [None] * len(convolutions)
         if not isinstance(state, LayerState):
             raise TypeError(f"state must be a pyops.nn.LayerState, got {type(state).__name__}")
-        if state.recurrent.shape != (count, *self.state_shape):
-            raise ValueError(
-                f"state.recurrent must be {(count, *self.state_shape)}, got {tuple(state.recurrent.shape)}"
-            )
-        if len(state.conv) != convolutions:
-            raise ValueError(f"state.conv must hold {convolutions} tensors, got {len(state.conv)}")
+        check_state("state.recurrent", state.recurrent, (count, *self.state_shape), x)
+        if len(state.conv) != len(convolutions):
+            raise ValueError(f"state.conv must hold {len(convolutions)} tensors, got {len(state.conv)}")
+        for i, (kept, c) in enumerate(zip(state.conv, convolutions, strict=True)):
+            check_state(f"state.conv[{i}]", kept, (count, c.kernel_size - 1, c.hidden_size), x)
         return state.recurrent, state.conv
 
     def _convolved(
@@ -112,6 +110,35 @@ class RecurrentLayer(nn.Module):
             for convolution, t, state in zip(convolutions, inputs, states, strict=True)
         ]
         return [y for y, _ in results], tuple(state for _, state in results)
+
+
+class DecayLayer(RecurrentLayer):
+    """A layer with Mamba's decays, of parameters ``dt_bias`` and ``A_log`` per head.
+
+    Args:
+        lowest: of exp(A_log) when it is drawn.
+        factory: device and dtype of the parameters.
+    """
+
+    def __init__(
+        self, hidden_size: int, state_shape: tuple[int, int, int], lowest: float, factory: dict[str, Any]
+    ):
+        super().__init__(hidden_size, state_shape)
+        self.lowest = lowest
+        self.dt_bias, self.A_log = (nn.Parameter(torch.empty(state_shape[0], **factory)) for _ in range(2))
+
+    def reset_parameters(self) -> None:
+        super().reset_parameters()
+        self._draw_decays()
+
+    @torch.no_grad()
+    def _draw_decays(self) -> None:
+        """exp(A_log) uniform in (lowest, 16], softplus(dt_bias) log-uniform in [0.001, 0.1): Mamba-2's."""
+        unit = torch.rand(2, *self.dt_bias.shape, device=self.dt_bias.device)
+        self.A_log.copy_((16 - (16 - self.lowest) * unit[0]).log())  # above lowest: unit is below 1
+        low, high = math.log(1e-3), math.log(1e-1)
+        dt = (low + (high - low) * unit[1]).exp()
+        self.dt_bias.copy_(dt + (-torch.expm1(-dt)).log())  # inverse of softplus
 
 
 class GatedRMSNorm(nn.Module):
@@ -182,13 +209,3 @@ def log_decay(a: Tensor, dt_bias: Tensor, A_log: Tensor) -> tuple[Tensor, Tensor
     dtype = wide(a.dtype)
     dt = F.softplus(a.to(dtype) + dt_bias.to(dtype))
     return dt, -A_log.to(dtype).exp() * dt
-
-
-@torch.no_grad()
-def draw_decay_(dt_bias: Tensor, A_log: Tensor, lowest: float) -> None:
-    """exp(A_log) uniform in (lowest, 16], and softplus(dt_bias) log-uniform in [0.001, 0.1): Mamba-2's."""
-    unit = torch.rand(2, *dt_bias.shape, device=dt_bias.device)
-    A_log.copy_((16 - (16 - lowest) * unit[0]).log())  # above lowest: unit is below 1
-    low, high = math.log(1e-3), math.log(1e-1)
-    dt = (low + (high - low) * unit[1]).exp()
-    dt_bias.copy_(dt + (-torch.expm1(-dt)).log())  # inverse of softplus

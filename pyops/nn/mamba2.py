@@ -8,18 +8,10 @@ import torch
 from torch import Tensor, nn
 
 from pyops.nn.conv import ShortConvolution
-from pyops.nn.layer import (
-    GatedRMSNorm,
-    LayerState,
-    RecurrentLayer,
-    attend,
-    divided,
-    draw_decay_,
-    log_decay,
-)
+from pyops.nn.layer import DecayLayer, GatedRMSNorm, LayerState, attend, divided, log_decay
 
 
-class Mamba2Mixer(RecurrentLayer):
+class Mamba2Mixer(DecayLayer):
     r"""The state space layer of Mamba-2, with u for the paper's x inside the layer:
 
         z, uBC, a = W_in x;   u, B, C = conv(uBC)
@@ -71,24 +63,21 @@ class Mamba2Mixer(RecurrentLayer):
     ):
         heads = divided("expand", expand * hidden_size, "head_dim", head_dim)
         divided("expand", heads, "n_groups", n_groups)
-        super().__init__(hidden_size, (heads, state_size, head_dim))
+        factory = {"device": device, "dtype": dtype}
+        super().__init__(hidden_size, (heads, state_size, head_dim), 1.0, factory)
         self.n_groups = n_groups
         self.inner, self.projected = heads * head_dim, n_groups * state_size
-        factory = {"device": device, "dtype": dtype}
         mixed = self.inner + 2 * self.projected
         self.in_proj = nn.Linear(hidden_size, self.inner + mixed + heads, bias=False, **factory)
         self.conv1d = ShortConvolution(mixed, conv_size, bias=True, **factory)
-        self.dt_bias = nn.Parameter(torch.empty(heads, **factory))
-        self.A_log = nn.Parameter(torch.empty(heads, **factory))
         self.D = nn.Parameter(torch.ones(heads, **factory))
         self.norm = GatedRMSNorm(self.inner, norm_eps, n_groups, gate_first=True, **factory)
         self.out_proj = nn.Linear(self.inner, hidden_size, bias=False, **factory)
-        draw_decay_(self.dt_bias, self.A_log, 1.0)
+        self._draw_decays()
 
     def reset_parameters(self) -> None:
         super().reset_parameters()
         nn.init.ones_(self.D)
-        draw_decay_(self.dt_bias, self.A_log, 1.0)
 
     def forward(
         self, x: Tensor, state: LayerState | None = None, cu_seqlens: Tensor | None = None

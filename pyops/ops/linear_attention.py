@@ -289,8 +289,8 @@ def _joined_state(state: Any, shape: tuple[int, ...], q: Tensor) -> Tensor:
     return torch.cat([sums.to(dtype), z.to(dtype).unsqueeze(-1)], -1)
 
 
-def _sequences(cu_seqlens: Any, q: Tensor) -> int:
-    """N: the number of sequences."""
+def _sequences(cu_seqlens: Any, q: Tensor, name: str = "q") -> int:
+    """N: the number of sequences in q, which messages call by ``name``."""
     if cu_seqlens is None:
         return q.shape[0]
     if not isinstance(cu_seqlens, Tensor):
@@ -300,9 +300,9 @@ def _sequences(cu_seqlens: Any, q: Tensor) -> int:
     if cu_seqlens.ndim != 1 or cu_seqlens.shape[0] < 2:
         raise ValueError(f"cu_seqlens must be [N + 1] with N >= 1, got shape {tuple(cu_seqlens.shape)}")
     if cu_seqlens.device != q.device:
-        raise ValueError(f"cu_seqlens must be on the device of q, {q.device}, got {cu_seqlens.device}")
+        raise ValueError(f"cu_seqlens must be on the device of {name}, {q.device}, got {cu_seqlens.device}")
     if q.shape[0] != 1:
-        raise ValueError(f"q must have a batch of 1 with cu_seqlens, got shape {tuple(q.shape)}")
+        raise ValueError(f"{name} must have a batch of 1 with cu_seqlens, got shape {tuple(q.shape)}")
     return cu_seqlens.shape[0] - 1
 
 

@@ -223,7 +223,7 @@ class _Problem:
         self.chunk = min(chunk_size or (CHUNK_VECTOR if vector else CHUNK), largest)
         self.sequences = [(slice(0, self.batch), 0, self.length)]
         if cu_seqlens is not None:
-            bounds = _checked_bounds(cu_seqlens, self.length)
+            bounds = checked_bounds(cu_seqlens, self.length)
             self.sequences = [(slice(0, 1), a, b) for a, b in pairwise(bounds)]
         self.count = self.batch if cu_seqlens is None else len(self.sequences)
         shape = (self.count, self.heads, self.key_dim, self.value_dim)
@@ -259,7 +259,7 @@ class _Problem:
         target.copy_(groups.sum(2).transpose(1, 2))
 
 
-def _checked_bounds(cu_seqlens: Tensor, length: int) -> list[int]:
+def checked_bounds(cu_seqlens: Tensor, length: int) -> list[int]:
     bounds = cu_seqlens.tolist()
     if bounds[0] != 0:
         raise ValueError(f"cu_seqlens must start at 0, got {bounds[0]}")
