@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from pyops._info import info
 from pyops._library import which
+from pyops.ops import _tubal_sensing  # noqa: F401  registers its op
 from pyops.ops import tubal as _tubal  # noqa: F401  registers its ops; its names are in pyops.tubal
 from pyops.ops.linear_attention import linear_attention, linear_attention_step
 from pyops.ops.lmo import lmo, polar, polar_coefficients, spectral_lmo

@@ -43,6 +43,9 @@ GPU_BACKENDS = {
     "tprod": GpuBackend("cuda", "butterflies along the tubes around small products", "no (emulator only)"),
     "tprod_backward": GpuBackend("cuda", "the same, twice", "no (emulator only)"),
     "tgram": GpuBackend("cuda", "the same, for half of the products", "no (emulator only)"),
+    "tubal_sensing_steps_": GpuBackend(
+        "torch", "two products with the measurements, which the vendor's GEMM does best", "no"
+    ),
 }
 
 

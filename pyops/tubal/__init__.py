@@ -5,6 +5,7 @@
     tqr, tsvd, teigh, tsvt                       factorizations, singular value thresholding
     tnorm, tnn, tubal_rank, multi_rank, average_rank
     tube_fft, tube_ifft, HalfFaces               products that stay in the transform domain
+    Sensing                                      measurements, and gradient descent on a factor
 
 Kilmer, Martin: "Factorization strategies for third-order tensors", Linear Algebra and its Applications 435,
 2011.
@@ -25,11 +26,13 @@ from pyops.tubal.algebra import (
 )
 from pyops.tubal.faces import HalfFaces, facewise, tube_fft, tube_ifft
 from pyops.tubal.factorizations import TQR, TSVD, TEigh, teigh, tqr, tsvd, tsvt
+from pyops.tubal.sensing import Sensing
 
 __all__ = [
     "TQR",
     "TSVD",
     "HalfFaces",
+    "Sensing",
     "TEigh",
     "average_rank",
     "facewise",

@@ -1,0 +1,391 @@
+// Steps of gradient descent on a factor of measured tubal tensors (see tubal_sensing.h for the mathematics).
+//
+// The steps are taken in the Fourier domain of the tubes, where the t-product is one matrix product per face and the
+// T-transpose is the conjugate transpose; real tensors need the faces f = 0 .. tubes/2 only, and f = 0 and tubes/2 are
+// real. U is transformed once per call and returns at its end. With <A, Z> = sum_f c_f Re tr(A_f^H Z_f), c_f =
+// (1 or 2) / tubes, and Z = U * U^T Hermitian, A_f counts by its Hermitian part: its real coordinates
+//
+//   p = (lower triangle of Re (A_f + A_f^H)/2, strict lower triangle of its Im)      n (n + 1)/2 or n^2 per face
+//
+// are about half as many as A has entries, and g = sum_i res_i p_i is the gradient's factor E_f itself. When there are
+// steps enough to repay it, A is rewritten as [count, coordinates] and each step reads that; otherwise a step reads A
+// as it is, and Z and the sum over i are converted.
+//
+// A step reads the measurements once: kBlock rows are multiplied by z and, while they lie in L1, added to g with their
+// residuals. It costs 4 count x coordinates flops at one load per FMA, and for U [rank, 2n] per complex face (real and
+// imaginary parts beside each other) the products V^T V and V M, each 8 n^2 rank flops; 2 n^2 rank for a real face.
+//
+// Members of the team share faces, then rows in slices of fixed count: results do not depend on the number of threads.
+#include <math.h>
+#include <omp.h>
+
+#include "common/small_gemm.h"
+#include "common/team.h"
+#include "tubal/tubal_sensing.h"
+
+namespace pyops::PYOPS_ISA {
+namespace {
+
+constexpr int kBlock = 8;
+constexpr int64_t kSlices = 16;
+constexpr int64_t kSharedWork = int64_t{1} << 18;  // measurements x coordinates from which threads pay
+constexpr int64_t kPackSteps = 32;                 // rewriting the measurements costs about as much as twenty steps
+constexpr int64_t kPackBytes = int64_t{1} << 28;   // and memory, which is not taken without limit
+
+int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
+
+template <class T>
+class Sensing {
+    using Small = SmallGemm<T>;
+    using Vector = typename Small::Vector;
+    static constexpr int kLanes = Small::kLanes;
+    static constexpr int64_t padded(int64_t n) { return (n + kLanes - 1) / kLanes * kLanes; }
+
+    const SensingProblem& o_;
+    const int64_t n_, k_, rank_, area_, faces_, stride_;
+    int64_t coordinates_ = 0, width_;  // width_: of a row of measurements as the steps read it
+    bool packs_;
+    int64_t slices_;
+    char* base_;
+    int64_t used_ = 0;  // bytes of the workspace
+    // cosine(f, t) = cos(2 pi f t / tubes), sine = -sin
+    T *cosine_, *sine_, *z_, *flat_, *g_, *planes_, *work_, *factors_[2], *measured_ = nullptr;
+    double* loss_;
+
+    T* take(int64_t elements) {
+        const int64_t start = used_;
+        used_ += (elements * static_cast<int64_t>(sizeof(T)) + 63) / 64 * 64;
+        return base_ == nullptr ? nullptr : reinterpret_cast<T*>(base_ + start);
+    }
+
+    bool real(int64_t f) const { return f == 0 || 2 * f == k_; }
+    T face_weight(int64_t f) const { return static_cast<T>((real(f) ? 1.0 : 2.0) / static_cast<double>(k_)); }
+    int64_t face_coordinates(int64_t f) const { return real(f) ? n_ * (n_ + 1) / 2 : n_ * n_; }
+    int64_t first_coordinate(int64_t f) const { return f == 0 ? 0 : n_ * (n_ + 1) / 2 + (f - 1) * n_ * n_; }
+    int64_t face_width(int64_t f) const { return padded(real(f) ? n_ : 2 * n_); }
+    T* factor(int which, int64_t f) const { return factors_[which] + f * rank_ * stride_; }
+
+  public:
+    Sensing(const SensingProblem& o, char* workspace)
+        : o_(o),
+          n_(o.n),
+          k_(o.tubes),
+          rank_(o.rank),
+          area_(o.n * o.n),
+          faces_(o.tubes / 2 + 1),
+          stride_(padded(2 * o.n)),
+          base_(workspace) {
+        for (int64_t f = 0; f < faces_; ++f) coordinates_ += face_coordinates(f);
+        const int64_t packed = padded(coordinates_);
+        packs_ = o.steps >= kPackSteps && o.count * packed * static_cast<int64_t>(sizeof(T)) <= kPackBytes;
+        width_ = packs_ ? packed : area_ * k_;
+        slices_ = o.count * coordinates_ >= kSharedWork ? kSlices : 1;
+        cosine_ = take(faces_ * k_);
+        sine_ = take(faces_ * k_);
+        z_ = take(packed);
+        flat_ = take(padded(area_ * k_));
+        g_ = take(slices_ * padded(width_));
+        planes_ = take((2 + k_) * area_ * members());
+        work_ = take(4 * n_ * stride_ * members());
+        for (T*& factors : factors_) factors = take(faces_ * rank_ * stride_);
+        loss_ = reinterpret_cast<double*>(take(slices_ * static_cast<int64_t>(8 / sizeof(T))));
+        if (packs_) measured_ = take(o.count * width_);
+    }
+
+    int64_t elements() const { return used_ / static_cast<int64_t>(sizeof(T)); }
+    int members() const { return slices_ > 1 ? static_cast<int>(least(o_.threads, slices_)) : 1; }
+
+    void make_tables() {
+        for (int64_t f = 0; f < faces_; ++f)
+            for (int64_t t = 0; t < k_; ++t) {
+                const double angle =
+                    6.283185307179586476925 * static_cast<double>(f * t % k_) / static_cast<double>(k_);
+                const double c = cos(angle), s = -sin(angle);
+                cosine_[f * k_ + t] = static_cast<T>(fabs(c) < 1e-15 ? 0 : c);
+                sine_[f * k_ + t] = static_cast<T>(fabs(s) < 1e-15 ? 0 : s);
+            }
+        for (int64_t c = 0; c < padded(coordinates_); ++c) z_[c] = 0;
+    }
+
+    void run(const Team& team) {
+        if (packs_) {
+            for (int64_t i = team.begin(o_.count); i < team.end(o_.count); ++i)
+                coordinates(static_cast<const T*>(o_.measured) + i * area_ * k_, measured_ + i * width_, team.rank);
+        }
+        for (int64_t f = team.rank; f < faces_; f += team.size) {
+            load_factor(f);
+            product(f, 0, team.rank);
+        }
+        for (int64_t step = 0; step < o_.steps; ++step) {
+            team.wait();
+            if (!packs_) {
+                if (team.rank == 0) flatten();
+                team.wait();
+            }
+            for (int64_t s = team.begin(slices_); s < team.end(slices_); ++s)
+                measure(o_.count * s / slices_, o_.count * (s + 1) / slices_, g_ + s * padded(width_), loss_ + s);
+            team.wait();
+            if (team.rank == 0) sum_slices(step);
+            if (team.size > 1) team.wait();
+            for (int64_t f = team.rank; f < faces_; f += team.size) {
+                update(f, static_cast<int>(step & 1), team.rank);
+                if (step + 1 < o_.steps) product(f, 1 - static_cast<int>(step & 1), team.rank);
+            }
+        }
+        team.wait();
+        if (team.rank == 0) store_factor(static_cast<int>(o_.steps & 1));
+    }
+
+  private:
+    const T& table(const T* t, int64_t f, int64_t tube) const { return t[f * k_ + tube]; }
+    T* u(int64_t i, int64_t r) const { return static_cast<T*>(o_.u) + i * o_.u_row + r * o_.u_column; }
+
+    // V_f (rank x [Re | Im]) of U, transposed, so that both products read whole rows.
+    void load_factor(int64_t f) {
+        T* v = factor(0, f);
+        T* other = factor(1, f);
+        for (int64_t e = 0; e < rank_ * stride_; ++e) v[e] = other[e] = 0;
+        for (int64_t r = 0; r < rank_; ++r)
+            for (int64_t i = 0; i < n_; ++i) {
+                T re = 0, im = 0;
+                for (int64_t t = 0; t < k_; ++t) {
+                    const T x = u(i, r)[t * o_.u_tube];
+                    re += table(cosine_, f, t) * x;
+                    im += table(sine_, f, t) * x;
+                }
+                v[r * stride_ + i] = re;
+                if (!real(f)) v[r * stride_ + n_ + i] = im;
+            }
+    }
+
+    void store_factor(int which) {
+        for (int64_t r = 0; r < rank_; ++r)
+            for (int64_t i = 0; i < n_; ++i)
+                for (int64_t t = 0; t < k_; ++t) {
+                    T x = 0;
+                    for (int64_t f = 0; f < faces_; ++f) {
+                        const T* v = factor(which, f) + r * stride_ + i;
+                        T part = table(cosine_, f, t) * v[0];
+                        if (!real(f)) part += table(sine_, f, t) * v[n_];
+                        x += face_weight(f) * part;
+                    }
+                    u(i, r)[t * o_.u_tube] = x;
+                }
+    }
+
+    // Coordinates of the Hermitian part of a spatial tensor [n, n, tubes]; what pads the row is zero.
+    void coordinates(const T* a, T* p, int member) {
+        T* planes = planes_ + member * (2 + k_) * area_;
+        T* tubes = planes + 2 * area_;
+        for (int64_t e = 0; e < area_; ++e)
+            for (int64_t t = 0; t < k_; ++t) tubes[t * area_ + e] = a[e * k_ + t];
+        const T half = static_cast<T>(0.5);
+        for (int64_t f = 0; f < faces_; ++f) {
+            T* re = planes;
+            T* im = planes + area_;
+            transform(tubes, cosine_ + f * k_, re);
+            for (int64_t i = 0; i < n_; ++i, ++p) {
+                for (int64_t j = 0; j < i; ++j, ++p) *p = half * (re[i * n_ + j] + re[j * n_ + i]);
+                *p = re[i * n_ + i];
+            }
+            if (real(f)) continue;
+            transform(tubes, sine_ + f * k_, im);
+            for (int64_t i = 0; i < n_; ++i)
+                for (int64_t j = 0; j < i; ++j, ++p) *p = half * (im[i * n_ + j] - im[j * n_ + i]);
+        }
+        for (int64_t c = coordinates_; c < padded(coordinates_); ++c) *p++ = 0;
+    }
+
+    void transform(const T* tubes, const T* factors, T* out) {
+        for (int64_t e = 0; e < area_; ++e) out[e] = factors[0] * tubes[e];
+        for (int64_t t = 1; t < k_; ++t)
+            for (int64_t e = 0; e < area_; ++e) out[e] += factors[t] * tubes[t * area_ + e];
+    }
+
+    // z = coordinates of Z_f = U_f U_f^H, with the weights of the inner product if the rows are coordinates too.
+    void product(int64_t f, int which, int member) {
+        T* s = work_ + member * 4 * n_ * stride_;
+        T* v = factor(which, f);
+        typename Small::Operands operands{v, 1, stride_, v, stride_, s, stride_};
+        operands.shape = Shape::LowerResult;
+        if (!real(f)) operands.shape = Shape::Full;
+        Small::multiply(real(f) ? n_ : 2 * n_, face_width(f), rank_, operands, [] {});
+        const T on = packs_ ? face_weight(f) : T(1), off = packs_ ? 2 * face_weight(f) : T(1);
+        T* z = z_ + first_coordinate(f);
+        const T *low = s + n_ * stride_, *right = s + n_;
+        for (int64_t i = 0; i < n_; ++i, ++z) {
+            const T *row = s + i * stride_, *down = low + i * stride_ + n_;
+            if (real(f)) {
+                for (int64_t j = 0; j < i; ++j, ++z) *z = off * row[j];
+                *z = on * row[i];
+            } else {
+                for (int64_t j = 0; j < i; ++j, ++z) *z = off * (row[j] + down[j]);
+                *z = on * (row[i] + down[i]);
+            }
+        }
+        if (real(f)) return;
+        for (int64_t i = 0; i < n_; ++i)
+            for (int64_t j = 0; j < i; ++j, ++z) *z = off * (low[i * stride_ + j] - right[i * stride_ + j]);
+    }
+
+    // The spatial Z from its coordinates.
+    void flatten() {
+        for (int64_t e = 0; e < area_ * k_; ++e) flat_[e] = 0;
+        for (int64_t f = 0; f < faces_; ++f) {
+            const T* re = z_ + first_coordinate(f);
+            const T* im = re + n_ * (n_ + 1) / 2;
+            for (int64_t i = 0; i < n_; ++i)
+                for (int64_t j = 0; j <= i; ++j) {
+                    const T x = face_weight(f) * *re++;
+                    const T y = real(f) || i == j ? T(0) : face_weight(f) * *im++;
+                    T *ij = flat_ + (i * n_ + j) * k_, *ji = flat_ + (j * n_ + i) * k_;
+                    for (int64_t t = 0; t < k_; ++t) {
+                        const T c = table(cosine_, f, t) * x, s = table(sine_, f, t) * y;
+                        ij[t] += c + s;
+                        if (i != j) ji[t] += c - s;
+                    }
+                }
+        }
+    }
+
+    // g = sum of res_i a_i over rows [first, last), and their part of the loss.
+    void measure(int64_t first, int64_t last, T* g, double* loss) {
+        const T* a = (packs_ ? measured_ : static_cast<const T*>(o_.measured)) + first * width_;
+        const T* z = packs_ ? z_ : flat_;
+        const T* y = static_cast<const T*>(o_.y);
+        for (int64_t c = 0; c < width_; ++c) g[c] = 0;
+        *loss = 0;
+        int64_t i = first;
+        for (; i + kBlock <= last; i += kBlock, a += kBlock * width_) rows<kBlock>(a, z, y + i, g, loss);
+        for (; i < last; ++i, a += width_) rows<1>(a, z, y + i, g, loss);
+    }
+
+    template <int NR>
+    void rows(const T* a, const T* z, const T* y, T* g, double* loss) {
+        const int64_t d = width_, whole = d / kLanes * kLanes;
+        Vector acc[NR] = {};
+        for (int64_t c = 0; c < whole; c += kLanes) {
+            const Vector x = Small::load(z + c);
+#pragma GCC unroll 8
+            for (int r = 0; r < NR; ++r) acc[r] += x * Small::load(a + r * d + c);
+        }
+        T residual[NR];
+        sums<NR>(acc, residual);
+        for (int64_t c = whole; c < d; ++c)
+            for (int r = 0; r < NR; ++r) residual[r] += z[c] * a[r * d + c];
+        Vector scale[NR];
+        for (int r = 0; r < NR; ++r) {
+            residual[r] -= y[r];
+            *loss += 0.25 * static_cast<double>(residual[r]) * static_cast<double>(residual[r]);
+            scale[r] = residual[r] - Vector{};
+        }
+        for (int64_t c = 0; c < whole; c += kLanes) {
+            Vector sum = Small::load(g + c);
+#pragma GCC unroll 8
+            for (int r = 0; r < NR; ++r) sum += scale[r] * Small::load(a + r * d + c);
+            Small::store(g + c, sum);
+        }
+        for (int64_t c = whole; c < d; ++c)
+            for (int r = 0; r < NR; ++r) g[c] += residual[r] * a[r * d + c];
+    }
+
+    // The sums of the lanes of each vector: rounds of transposition, so that every addition is of whole vectors.
+    template <int NR>
+    static void sums(Vector (&v)[NR], T* out) {
+        constexpr int kGroup = NR < kLanes ? NR : kLanes;
+        for (int first = 0; first < NR; first += kGroup) {
+            Vector* w = v + first;
+            if constexpr (kGroup > 1) fold<1, kGroup>(w);
+            if constexpr (kGroup > 2) fold<2, kGroup>(w);
+            if constexpr (kGroup > 4) fold<4, kGroup>(w);
+            for (int r = 0; r < kGroup; ++r) {
+                T sum = w[0][r];
+                for (int l = r + kGroup; l < kLanes; l += kGroup) sum += w[0][l];
+                out[first + r] = sum;
+            }
+        }
+    }
+
+    template <int step, int group>
+    [[gnu::always_inline]] static void fold(Vector* w) {
+#pragma GCC unroll 4
+        for (int r = 0; r < group; r += 2 * step) {
+            Transpose<T>::template exchange<step>(w[r], w[r + step]);
+            w[r] += w[r + step];
+        }
+    }
+
+    void sum_slices(int64_t step) {
+        double loss = loss_[0];
+        for (int64_t s = 1; s < slices_; ++s) {
+            loss += loss_[s];
+            const T* from = g_ + s * padded(width_);
+            for (int64_t c = 0; c < width_; ++c) g_[c] += from[c];
+        }
+        static_cast<T*>(o_.losses)[step] = static_cast<T>(loss);
+        if (!packs_) coordinates(g_, flat_, 0);  // flat_ is read no more in this step, and has room for them
+    }
+
+    // V <- V + V M, M = -step (E^T as a real matrix), out of place.
+    void update(int64_t f, int which, int member) {
+        const int64_t w = real(f) ? n_ : 2 * n_, width = face_width(f);
+        T* m = work_ + member * 4 * n_ * stride_;
+        const T scale = static_cast<T>(-o_.step), one = 1;
+        const T* re = (packs_ ? g_ : flat_) + first_coordinate(f);
+        const T* im = re + n_ * (n_ + 1) / 2;
+        for (int64_t i = 0; i < w; ++i)
+            for (int64_t j = w; j < width; ++j) m[i * stride_ + j] = 0;
+        const auto set = [&](int64_t i, int64_t j, T x) { m[i * stride_ + j] = m[j * stride_ + i] = x; };
+        for (int64_t i = 0; i < n_; ++i)
+            for (int64_t j = 0; j <= i; ++j) {
+                const T x = scale * *re++;
+                set(i, j, x);
+                if (real(f)) continue;
+                // E_ij = x + i y (j < i): rows are Re and Im of U's entry, columns of the result's.
+                const T y = i == j ? T(0) : scale * *im++;
+                set(n_ + i, n_ + j, x);
+                set(j, n_ + i, y);
+                set(i, n_ + j, -y);
+            }
+        const T* v = factor(which, f);
+        typename Small::Operands operands{v, stride_, 1, m, stride_, factor(1 - which, f), stride_};
+        operands.r = &one;
+        operands.add = v;
+        Small::multiply(rank_, width, w, operands, [] {});
+    }
+};
+
+template <class T>
+void run_steps(const SensingProblem& problem, char* workspace) {
+    Sensing<T> sensing(problem, workspace);
+    sensing.make_tables();
+    const int members = sensing.members();
+    if (members == 1) {
+        sensing.run(Team{});
+        return;
+    }
+    Barrier barrier;
+#pragma omp parallel num_threads(members)
+    {
+#pragma omp single
+        barrier.set_members(omp_get_num_threads());
+        sensing.run(Team{omp_get_thread_num(), omp_get_num_threads(), &barrier});
+    }
+}
+
+}  // namespace
+
+int64_t tubal_sensing_workspace(const SensingProblem& problem) {
+    return problem.dtype == DType::F64 ? Sensing<double>(problem, nullptr).elements()
+                                       : Sensing<float>(problem, nullptr).elements();
+}
+
+void tubal_sensing_steps(const SensingProblem& problem, void* workspace) {
+    auto* memory = static_cast<char*>(workspace);
+    if (problem.dtype == DType::F64)
+        run_steps<double>(problem, memory);
+    else
+        run_steps<float>(problem, memory);
+}
+
+}  // namespace pyops::PYOPS_ISA
