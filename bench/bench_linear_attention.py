@@ -331,8 +331,12 @@ def memory_case(s: Shape) -> Case:
 
 
 def plain_decode(s: Shape, scale: str) -> tuple[Impl, ...]:
-    compiled = peers.torch_token(compiled=True)
-    return peers.torch_token(), later(compiled) if scale == "quick" else compiled
+    compiled = peers.torch_token("compiled")
+    return (
+        peers.torch_token(),
+        peers.torch_token("in place"),
+        later(compiled) if scale == "quick" else compiled,
+    )
 
 
 def cpu_cases(scale: str) -> list[Case]:

@@ -351,10 +351,15 @@ def sdpa(backward: bool, check: Callable, error: float) -> Impl:
     return Impl("SDPA, causal", build, check, error, "softmax attention, another function: a yardstick")
 
 
-def torch_token(compiled: bool = False) -> Impl:
-    """A decode step, in place, on a state that has batch and heads in one dimension."""
+def torch_token(way: str = "") -> Impl:
+    """A decode step on a state that has batch and heads in one dimension: as it is usually written, with a new
+    state, or "in place", or "compiled"."""
 
-    def expression(q: Tensor, k: Tensor, v: Tensor, g: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
+    def usual(q: Tensor, k: Tensor, v: Tensor, g: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
+        state = g.exp()[:, None, None] * state + k[:, :, None] * v[:, None]
+        return q.shape[1] ** -0.5 * torch.bmm(q[:, None], state)[:, 0], state
+
+    def in_place(q: Tensor, k: Tensor, v: Tensor, g: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
         o, state = token(state, q, k, v, g.exp()[:, None, None])
         return q.shape[1] ** -0.5 * o, state
 
@@ -364,10 +369,12 @@ def torch_token(compiled: bool = False) -> Impl:
         return q.shape[1] ** -0.5 * (q[:, :, None] * state).sum(1), state
 
     def build() -> Runner:
-        run = torch.compile(fused, dynamic=False) if compiled else expression
+        run = {"": usual, "in place": in_place, "compiled": fused}[way]
+        if way == "compiled":
+            run = torch.compile(run, dynamic=False)
         return Runner(run, lambda *args: tuple(t.flatten(0, 1).clone() for t in args))
 
-    return Impl("torch expression" + ", compiled" * compiled, build)
+    return Impl("torch expression" + (way and f", {way}"), build)
 
 
 def copy_of_state() -> Impl:
