@@ -336,6 +336,14 @@ def test_second_derivative_raises_through_the_state(form):
         torch.autograd.grad(first.sum(), tensors["k"])
 
 
+@pytest.mark.parametrize("transform", [torch.func.grad, torch.func.jacrev, torch.func.jacfwd])
+def test_func_transforms_that_differentiate_raise(transform):
+    """And return no zeros."""
+    tensors = oracle.inputs(FORM["scalar"], F32, 1, 3, 1, 2)
+    with pytest.raises(RuntimeError):
+        transform(lambda q: oracle.run(tensors | {"q": q})[0].sum())(tensors["q"])
+
+
 def test_vmap_refuses_cu_seqlens():
     q = torch.randn(3, 1, 4, 1, 2)
     with pytest.raises(RuntimeError, match="cu_seqlens must be None"):

@@ -164,6 +164,65 @@ def test_step_opcheck(form):
     torch.library.opcheck(torch.ops.pyops.linear_attention_step_.default, (*args, state, 0.5))
 
 
+SHARED = {
+    "expanded batch": lambda: torch.zeros(1, 4, 20, 12).expand(3, 4, 20, 12),
+    "expanded heads": lambda: torch.zeros(3, 1, 20, 12).expand(3, 4, 20, 12),
+    "expanded rows": lambda: torch.zeros(3, 4, 1, 12).expand(3, 4, 20, 12),
+    "expanded columns": lambda: torch.zeros(3, 4, 20, 1).expand(3, 4, 20, 12),
+    "overlapping rows": lambda: torch.zeros(4000).as_strided((3, 4, 20, 12), (1000, 250, 11, 1)),
+    "overlapping heads": lambda: torch.zeros(4000).as_strided((3, 4, 20, 12), (960, 239, 12, 1)),
+    "sliding windows": lambda: torch.zeros(3, 4, 51).unfold(2, 20, 1)[..., :12, :].mT,
+}
+
+
+@pytest.mark.parametrize("what", SHARED)
+def test_step_refuses_a_state_that_shares_memory_with_itself(what):
+    """In place; as an input it is as good as any."""
+    tensors, _, _ = token(FORM["scalar"], F32)
+    state = SHARED[what]()
+    assert state.shape == (3, 4, 20, 12)
+    with pytest.raises(ValueError, match="state must not share memory between its elements"):
+        pyops.linear_attention_step(**tensors, state=state, inplace=True)
+    assert not state.any()
+    assert pyops.linear_attention_step(**tensors, state=state)[1].any()
+
+
+@pytest.mark.parametrize("dim", [0, 2, 4, -1])
+@forms
+def test_step_vmap(form, dim):
+    """In place, over any dimension of the state, the other arguments vmapped or shared."""
+    tensors, state, _ = token(form, F32)
+    states = torch.stack([state, 2 * state], dim)
+    queries = torch.stack([tensors["q"], tensors["q"] + 1])
+    wanted = [
+        pyops.linear_attention_step(**tensors | {"q": q}, state=s.clone(), inplace=True)
+        for q, s in zip(queries, states.unbind(dim), strict=True)
+    ]
+
+    def step(q, state):
+        return pyops.linear_attention_step(**tensors | {"q": q}, state=state, inplace=True)[0]
+
+    version = states._version
+    o = torch.vmap(step, in_dims=(0, dim))(queries, states)
+    assert states._version > version
+    for i, (one, after) in enumerate(wanted):
+        assert_same_bits((o[i], states.select(dim, i)), (one, after), "vmap")
+
+
+def test_step_vmap_refuses_a_state_for_all():
+    tensors, state, _ = token(FORM["scalar"], F32)
+    before, q = state.clone(), tensors.pop("q").repeat(2, 1, 1, 1)
+
+    def step(q, state):
+        return pyops.linear_attention_step(q, **tensors, state=state, inplace=True)[0]
+
+    with pytest.raises(ValueError, match="state must be vmapped with inplace=True"):
+        torch.vmap(step, in_dims=(0, None))(q, state)
+    with pytest.raises(ValueError, match="state must not share memory"):
+        torch.vmap(step)(q, state.expand(2, *state.shape))
+    assert_same_bits(state, before, "a refused state was written to")
+
+
 @forms
 def test_step_empty(form):
     tensors, state, _ = token(form, F32)

@@ -64,8 +64,8 @@ def linear_attention(
         v: [B, T, HV, V], HV a multiple of H: value head h uses the q and k of head h // (HV // H).
         g: logarithm of the decay, [B, T, H] or [B, T, HV], with a further dimension K for one decay per entry
             of k, or [H] or [HV] for one constant per head; any of the four dtypes. -inf is an exact reset:
-            the state before it is dropped, NaN included. 0 equals None. Positive values are allowed and may
-            overflow.
+            the state before it is dropped, NaN included. 0 equals None. Positive values are allowed: the
+            state grows, and overflows to infinity where the recurrence does.
         beta: [B, T, H] or [B, T, HV], usually in [0, 1] or [0, 2]; any of the four dtypes.
         scale: of q; default K^(-1/2).
         initial_state: [N, HV, K, V], any of the four dtypes, never written to; N = B, or the number of
@@ -76,7 +76,8 @@ def linear_attention(
         normalize: divide o by ``scale q_t z_t + 1e-10``, z_t the sum of the (decayed) k; not with beta.
             Meant for q and k above 0, as feature maps give them. It computes 16-bit inputs in float32,
             because sums over T overflow float16. ``initial_state`` and the final state are then pairs
-            (S, z [N, HV, K]).
+            (S, z [N, HV, K]). It takes a copy of v and one of o more, and of 16-bit q, k and v copies in
+            float32.
         chunk_size: tokens computed at once, a power of two; a backend takes the nearest size it has. Default:
             the backend's choice. It changes the speed and the rounding, not the result.
 
@@ -84,16 +85,26 @@ def linear_attention(
         (o, final_state): o [B, T, HV, V] in q's dtype; the state [N, HV, K, V] in float32 (float64 for
         float64), or None without ``output_final_state``. Both are contiguous and share no memory with inputs.
 
-        States and sums are in float32 (float64 for float64 inputs); memory beyond inputs and results does not
-        grow with T in the forward, and by one state per chunk in the backward pass. NaN and Inf in a token
-        reach that sequence and head from that token on, and nothing else; from v only their own column.
+        States and sums are in float32 (float64 for float64 inputs); without ``normalize``, memory beyond
+        inputs and results does not grow with T in the forward, and by one state per chunk in the backward
+        pass. Numbers below the smallest normal one, 1.2e-38 (float64: 2.2e-308), may become 0, results and
+        products on the way alike: a token whose products q k are that small may add nothing to o, however
+        large its v.
+
+        NaN and Inf in a token reach that sequence and head from that token on, and nothing else; from v only
+        their own column. Where finite inputs overflow in a product that the recurrence does not form, its
+        tokens are computed one by one, and slower. Of gradients less is promised: where a sequence holds NaN
+        or Inf, or a product of it overflows, any gradient of that sequence and head may be NaN, at earlier
+        tokens too (of q, k, g and beta, those of the value heads that share them); gradients of other
+        sequences and heads are what they are without it, to rounding.
+
         The same inputs give the same bits for a given number of threads; where there are fewer heads than
         threads, long sequences are cut into segments (not by the delta rule), and another number rounds
         differently.
 
         Gradients reach every tensor argument, also through the final state alone; a g of -inf has gradient 0.
-        Second derivatives and forward mode raise RuntimeError. ``torch.vmap`` works, but not with
-        ``cu_seqlens``.
+        Second derivatives, forward mode and the transforms of ``torch.func`` that differentiate (``grad``,
+        ``vjp``, ``jacrev``) raise RuntimeError. ``torch.vmap`` works, but not with ``cu_seqlens``.
 
     Raises:
         TypeError, ValueError: naming the argument, what was received and what is wanted; before any work, the
@@ -152,11 +163,12 @@ def linear_attention_step(
 
     Args:
         q, k: [B, H, K]; v: [B, HV, V]; dtypes as in :func:`linear_attention`.
-        state: [B, HV, K, V] before the token.
+        state: [B, HV, K, V] before the token, any of the four dtypes.
         g: [B, H], [B, HV], either with a further dimension K, or [H] or [HV]; beta: [B, H] or [B, HV].
         scale: default K^(-1/2).
-        inplace: write the new state into ``state``, which must be float32 (float64 for float64 q). It records
-            no gradient.
+        inplace: write the new state into ``state``, which must be float32 (float64 for float64 q), and no
+            two elements of which may share memory, as those of an expanded tensor do. It records no gradient.
+            Under ``torch.vmap``, ``state`` must be among the vmapped arguments.
 
     Returns:
         (o [B, HV, V] in q's dtype, the new state in float32 or float64; with ``inplace``, ``state`` itself).
@@ -183,10 +195,8 @@ def linear_attention_step(
         token = [None if t is None else t.unsqueeze(1) for t in (q, k, v, g, beta)]
         o, after = torch.ops.pyops.linear_attention(*token, state, None, factor, 0)
         return o.squeeze(1), after
-    if not torch.compiler.is_compiling() and state.is_neg():
-        raise ValueError(
-            "state must not be a negated view with inplace=True: it shares memory with its negative"
-        )
+    if not torch.compiler.is_compiling():
+        _check_own_memory(state)
     wanted = reference.working_dtype(q)
     if state.dtype != wanted:
         raise TypeError(f"state must be {wanted} with inplace=True and q in {q.dtype}, got {state.dtype}")
@@ -278,6 +288,24 @@ def _pair(state: Any) -> tuple[Any, Any]:
         found = f"a tuple of {len(state)}" if isinstance(state, tuple) else type(state).__name__
         raise TypeError(f"initial_state must be a pair (S, z) with normalize=True, got {found}")
     return state
+
+
+def _check_own_memory(state: Tensor) -> None:
+    """A state to be written to: strides of no two elements may meet, which is what nested ones ensure."""
+    if state.is_neg():
+        raise ValueError(
+            "state must not be a negated view with inplace=True: it shares memory with its negative"
+        )
+    if state.is_contiguous():
+        return
+    reach = 0  # of the dimensions with smaller strides
+    for stride, size in sorted(zip(state.stride(), state.shape, strict=True)):
+        if size > 1 and stride <= reach:
+            raise ValueError(
+                "state must not share memory between its elements with inplace=True, "
+                f"got strides {state.stride()} for shape {tuple(state.shape)}"
+            )
+        reach += stride * max(size - 1, 0)
 
 
 def _joined_state(state: Any, shape: tuple[int, ...], q: Tensor) -> Tensor:
@@ -395,6 +423,23 @@ def _backward_vmap(info, in_dims, *args):
     return tuple(unfolded), tuple(0 if there else None for there in given)
 
 
+def _step_vmap(info, in_dims, *args):
+    *tensors, scale = args
+    state, dim = tensors[5], in_dims[5]
+    if dim is None:
+        raise ValueError("state must be vmapped with inplace=True, got one that all entries would write to")
+    _check_own_memory(state)
+    *folded, joined = _folded(info, in_dims, tensors, None)
+    o = torch.ops.pyops.linear_attention_step_(*folded, joined, scale)
+    state = state.movedim(dim, 0)
+    viewed = 1 in state.shape[:2] or state.stride(0) == state.shape[1] * state.stride(1)
+    if viewed:
+        torch.autograd.graph.increment_version([state])
+    else:
+        state.copy_(joined.unflatten(0, state.shape[:2]))
+    return _unfolded(info, in_dims, tensors, o), 0
+
+
 def _amx(q, k=None, v=None, g=None, beta=None, initial_state=None, cu_seqlens=None, *_, **__) -> bool:
     """As the kernel decides: smaller products would be mostly padding."""
     if q.dtype != torch.bfloat16 or v is None:
@@ -431,4 +476,5 @@ _library.register(
     reference=reference.linear_attention_step_,
     fake=lambda q, k, v, *_: q.new_empty(v.shape),
     cuda=triton("linear_attention", "linear_attention_step_"),
+    vmap=_step_vmap,
 )
