@@ -23,6 +23,8 @@ from pyops.reference import tubal as reference
 LAYOUTS = ("last", "first")
 COMPLEX = (torch.complex64, torch.complex128)
 REAL = frozenset(checks.DTYPES)
+REAL_OF = {torch.complex64: torch.float32, torch.complex128: torch.float64}
+COMPLEX_OF = {real: wide for wide, real in REAL_OF.items()}
 PLAIN = (Tensor, torch.nn.Parameter)
 
 
@@ -261,7 +263,8 @@ def resolve(transform: Any, sizes: Sequence[int], dtype: torch.dtype, device: to
         checks.one_of("transform", transform, ("dft", "dct"))
         if transform == "dft":
             return DFT
-        wide = torch.promote_types(dtype, torch.float32).to_real()
+        wide = torch.promote_types(dtype, torch.float32)
+        wide = REAL_OF.get(wide, wide)
         if torch.compiler.is_compiling():
             return _dct(tuple(sizes), wide, device)
         return _cached_dct(tuple(sizes), wide, device)
@@ -306,7 +309,7 @@ def _matrix(m: Any, n: int, dtype: torch.dtype, device: torch.device) -> tuple[T
             if int(info) or not float(condition) < 0.1 / torch.finfo(torch.float64).eps:
                 raise ValueError("transform must be invertible, got a singular matrix")
     wide = torch.promote_types(dtype, torch.float32)
-    wide = wide.to_complex() if m.is_complex() else wide.to_real()
+    wide = (COMPLEX_OF if m.is_complex() else REAL_OF).get(wide, wide)
     return exact.to(wide), inverse.to(wide)
 
 

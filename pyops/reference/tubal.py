@@ -38,7 +38,7 @@ def to_faces(x: Tensor, axes: int, first: bool, matrices: Sequence[Tensor] | Non
     tubes = range(-2 - axes, -2) if first else range(-axes, 0)
     if matrices is None and x.numel() == 0:  # MKL refuses to transform nothing
         half = x.shape[tubes[-1]] if x.is_complex() else x.shape[tubes[-1]] // 2 + 1
-        x = x.narrow(tubes[-1], 0, half).to(x.dtype.to_complex())
+        x = x.narrow(tubes[-1], 0, half).to(torch.promote_types(x.dtype, torch.complex64))
     elif matrices is None:
         x = torch.fft.fftn(x, dim=tuple(tubes)) if x.is_complex() else torch.fft.rfftn(x, dim=tuple(tubes))
     else:

@@ -16,7 +16,16 @@ from torch import Tensor
 from pyops.ops import _checks as checks
 from pyops.ops import tubal as ops
 from pyops.reference import tubal as reference
-from pyops.tubal.faces import HalfFaces, enter, map_faces, matrices, symmetry, tube_fft, unitary_scale
+from pyops.tubal.faces import (
+    HalfFaces,
+    enter,
+    map_faces,
+    matrices,
+    real_dtype,
+    symmetry,
+    tube_fft,
+    unitary_scale,
+)
 
 T = TypeVar("T", Tensor, HalfFaces)
 Which = str | Tensor | Sequence[Tensor]  # a transform
@@ -224,7 +233,7 @@ def tpinv(
     with torch.no_grad():
         values = face_values(h)
         top = _largest(values, h) if not per_face else None
-    real = h.faces.dtype.to_real()
+    real = real_dtype(h.faces.dtype)
 
     def pinv(m: Tensor) -> tuple[Tensor]:
         zero = torch.zeros((), dtype=real, device=m.device)
@@ -373,11 +382,11 @@ def tnorm(
     checks.one_of("ord", ord, ("fro", "spectral"))
     if ord == "fro":
         if isinstance(a, HalfFaces):
-            return a.norm().to(a.dtype.to_real())
+            return a.norm().to(real_dtype(a.dtype))
         ops.check_tubal("a", a, layout, order)
         return torch.linalg.vector_norm(a, dim=tuple(range(-order, 0)))
     h, _ = enter("a", a, transform, layout, order)
-    return _largest(face_values(h), h).to(h.dtype.to_real())
+    return _largest(face_values(h), h).to(real_dtype(h.dtype))
 
 
 def tnn(
@@ -412,7 +421,7 @@ def tnn(
     h, _ = enter("a", a, transform, layout, order)
     scale = unitary_scale(h.transform, h.sizes) if convention == "mean" else 1.0
     weighted = face_values(h) * h.weights.squeeze(-1)
-    return (weighted.flatten(-1 - len(h.sizes)).sum(-1) / scale).to(h.dtype.to_real())
+    return (weighted.flatten(-1 - len(h.sizes)).sum(-1) / scale).to(real_dtype(h.dtype))
 
 
 def threshold(tau: Any, convention: str, h: HalfFaces) -> float:

@@ -21,6 +21,10 @@ from pyops.ops.tubal import DFT, LAYOUTS, Transform
 from pyops.reference import tubal as reference
 
 
+def real_dtype(dtype: torch.dtype) -> torch.dtype:
+    return ops.REAL_OF.get(dtype, dtype)
+
+
 class Symmetry(NamedTuple):
     """Half faces (flat indices) of real tensors: which are real, which decide others."""
 
@@ -133,7 +137,7 @@ class HalfFaces:
 
         <A, B> = sum_f weight_f Re <Ahat_f, Bhat_f> / n3 (Parseval), for the DFT.
         """
-        real = self.faces.dtype.to_real()
+        real = real_dtype(self.faces.dtype)
         if not self.half:
             return torch.ones((*self.sizes, 1, 1), dtype=real, device=self.device)
         return symmetry(self.sizes).weights.to(self.device, real)[..., None, None]

@@ -15,7 +15,7 @@ from torch.autograd.function import once_differentiable
 
 from pyops.ops import _checks as checks
 from pyops.tubal.algebra import T, Which, _square, threshold
-from pyops.tubal.faces import HalfFaces, enter, map_faces, matrices
+from pyops.tubal.faces import HalfFaces, enter, map_faces, matrices, real_dtype
 
 
 class TQR(NamedTuple):
@@ -144,7 +144,7 @@ def tsvd(
         if k is None:
             raise ValueError('k must be given with method="randomized", got None')
         width = min(k + extra, smallest)
-        real = h.faces.dtype.to_real()
+        real = real_dtype(h.faces.dtype)
         omega = torch.randn(columns, width, dtype=real, device=h.device, generator=generator)
         u, s, v = map_faces(lambda m: _randomized(m, omega.to(m.dtype), k, steps), h)
     middle = torch.diag_embed(s)
