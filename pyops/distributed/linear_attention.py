@@ -9,9 +9,14 @@ and backward, with M = scale sum_t (decay from the start to t) q_t^T dO_t, the g
 each rank are the same scan from the right, over (A, M). A and L, or M, take one matrix product; the ranks
 exchange them at once, and each then runs the op, or its backward, from its own state. With the delta rule A
 is a K x K matrix per head, and the ranks run one after another instead.
+
+Packed sequences have a state each on every rank: a sequence without tokens there has A = 1 and L = 0.
 """
 
 from __future__ import annotations
+
+from functools import partial
+from itertools import pairwise
 
 import torch
 import torch.distributed as dist
@@ -20,6 +25,7 @@ from torch.autograd.function import once_differentiable
 
 from pyops.ops import linear_attention as op
 from pyops.reference._precision import without_autocast, working_dtype
+from pyops.reference.linear_attention import checked_bounds
 
 BLOCK = 512  # tokens of a product whose factors are copied to the working dtype
 Group = dist.ProcessGroup
@@ -34,11 +40,13 @@ def linear_attention(
     g: Tensor | None = None,
     beta: Tensor | None = None,
     scale: float | None = None,
-    initial_state: Tensor | None = None,
+    initial_state: op.State | None = None,
     output_final_state: bool = False,
+    cu_seqlens: Tensor | None = None,
+    normalize: bool = False,
     chunk_size: int | None = None,
     group: Group | None = None,
-) -> tuple[Tensor, Tensor | None]:
+) -> tuple[Tensor, op.State | None]:
     """:func:`pyops.linear_attention` of sequences whose tokens are spread over the ranks of a group.
 
     Rank r holds the tokens after those of rank r - 1, any number of them. Results and gradients are those of
@@ -49,15 +57,18 @@ def linear_attention(
     Args:
         q, k, v, g, beta: this rank's tokens, as in :func:`pyops.linear_attention`. All ranks give the same
             ones, with the same shapes but for T.
-        scale, chunk_size: as there, the same on all ranks.
-        initial_state: [B, HV, K, V] before the first token of the first rank; read on that rank only.
+        scale, normalize, chunk_size: as there, the same on all ranks.
+        initial_state: as there, before the first token of the first rank; read on that rank only.
         output_final_state: also return the state after the last token of the last rank, the same on all
             ranks.
+        cu_seqlens: [N + 1], the same on all ranks: borders of packed sequences as offsets in the tokens of
+            all ranks together, from 0 to their sum; a sequence may lie on several ranks. Each rank then
+            exchanges N states.
         group: of ``torch.distributed``; None is the default group.
 
     Returns:
-        (o, final_state): this rank's o [B, T, HV, V]; the state, or None. Fed back as ``initial_state`` the
-        state continues the sequence with the next tokens, as on one device.
+        (o, final_state): this rank's o [B, T, HV, V]; the state as there, or None. Fed back as
+        ``initial_state`` the state continues the sequence with the next tokens, as on one device.
 
     Gradients are those of the sum of all ranks' losses, final_state counting on every rank that uses it.
     ``initial_state`` has its gradient on the first rank. Forward and backward exchange tensors: every rank
@@ -77,35 +88,25 @@ def linear_attention(
         raise ValueError("group must contain this process, got one that does not")
     if rank > 0:
         initial_state = None
-    if ranks == 1:
-        o, final = op.linear_attention(
-            q, k, v, g=g, beta=beta, scale=scale, initial_state=initial_state,
-            output_final_state=output_final_state, chunk_size=chunk_size,
-        )  # fmt: skip
-        assert not isinstance(final, tuple)
-        return o, final
-    op._check_tokens(q, k, v, "[B, T, {}, {}]")
-    g = op._gate(g, q, v)
-    op._check_beta(beta, q, v)
-    if initial_state is not None:
-        shape = (q.shape[0], v.shape[2], q.shape[3], v.shape[3])
-        op._check_state("initial_state", initial_state, shape, q)
-    settings = op._scale(scale, q.shape[3]), op._chunk_size(chunk_size)
-    return _LinearAttention.apply(q, k, v, g, beta, initial_state, settings, output_final_state, group)
+    alone, exchange = torch.ops.pyops.linear_attention, bool(output_final_state)
+    call = alone if ranks == 1 else partial(_LinearAttention.apply, exchange, group)
+    return op._run(
+        call, q, k, v, g, beta, scale, initial_state, output_final_state, cu_seqlens, normalize, chunk_size
+    )
 
 
 class _LinearAttention(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, q, k, v, g, beta, initial_state, settings, output_final_state, group):
+    def forward(ctx, exchange, group, q, k, v, g, beta, initial_state, cu_seqlens, *settings):
         rank, ranks = dist.get_rank(group), dist.get_world_size(group)
-        shape = (q.shape[0], v.shape[2], q.shape[3], v.shape[3])
-        state = q.new_zeros(shape, dtype=working_dtype(q))
+        cu_seqlens = _own_part(cu_seqlens, q, group)
+        count = q.shape[0] if cu_seqlens is None else len(cu_seqlens) - 1
+        state = q.new_zeros(count, v.shape[2], q.shape[3], v.shape[3], dtype=working_dtype(q))
         if initial_state is not None:
             state.copy_(initial_state)
         totals = None
         if beta is None:
-            log_decay, total = _log_decay(g, q, v, to_end=True)
-            part = _outer_products(k, v, log_decay)
+            total, part = _summary(k, v, g, cu_seqlens, to_end=True)
             if rank == 0:
                 part = _after(state, total, part)
             totals, parts = _gather(total, part, group)
@@ -113,20 +114,20 @@ class _LinearAttention(torch.autograd.Function):
                 state = _after(state, totals[r], parts[r]) if r else parts[0]
         elif rank > 0:
             dist.recv(state, group=group, group_src=rank - 1)
-        o, final = torch.ops.pyops.linear_attention(q, k, v, g, beta, state, None, *settings)
+        o, final = torch.ops.pyops.linear_attention(q, k, v, g, beta, state, cu_seqlens, *settings)
         if beta is not None and rank < ranks - 1:
             dist.send(final, group=group, group_dst=rank + 1)
-        if output_final_state:
+        if exchange:
             dist.broadcast(final, group=group, group_src=ranks - 1)
-        ctx.save_for_backward(q, k, v, g, beta, state, totals)
-        ctx.settings, ctx.group, ctx.exchange = settings, group, output_final_state
+        ctx.save_for_backward(q, k, v, g, beta, state, totals, cu_seqlens)
+        ctx.settings, ctx.group, ctx.exchange = settings, group, exchange
         ctx.initial_dtype = None if initial_state is None else initial_state.dtype
-        return o, final if output_final_state else None
+        return o, final if exchange else None
 
     @staticmethod
     @once_differentiable
     def backward(ctx, grad_o, grad_final):
-        q, k, v, g, beta, state, totals = ctx.saved_tensors
+        q, k, v, g, beta, state, totals, cu_seqlens = ctx.saved_tensors
         group = ctx.group
         rank, last = dist.get_rank(group), dist.get_world_size(group) - 1
         after = torch.zeros_like(state)  # gradient of the state after this rank's tokens
@@ -134,8 +135,8 @@ class _LinearAttention(torch.autograd.Function):
             after.copy_(grad_final)
             dist.reduce(after, group=group, group_dst=last)
         if beta is None:
-            log_decay, total = _log_decay(g, q, v, to_end=False)
-            part = ctx.settings[0] * _outer_products(q, grad_o, log_decay)
+            total, part = _summary(q, grad_o, g, cu_seqlens, to_end=False)
+            part = ctx.settings[0] * part
             if rank == last:
                 part = _after(after, total, part)
             _, parts = _gather(total, part, group)
@@ -144,12 +145,38 @@ class _LinearAttention(torch.autograd.Function):
         elif rank < last:
             dist.recv(after, group=group, group_src=rank + 1)
         *grads, before = torch.ops.pyops.linear_attention_backward(
-            grad_o, after, q, k, v, g, beta, state, None, *ctx.settings
+            grad_o, after, q, k, v, g, beta, state, cu_seqlens, *ctx.settings
         )
         if beta is not None and rank > 0:
             dist.send(before, group=group, group_dst=rank - 1)
         given = [None if t is None else grad for t, grad in zip((q, k, v, g, beta), grads, strict=True)]
-        return *given, None if ctx.initial_dtype is None else before.to(ctx.initial_dtype), None, None, None
+        given.append(None if ctx.initial_dtype is None else before.to(ctx.initial_dtype))
+        return None, None, *given, None, None, None
+
+
+def _own_part(cu_seqlens: Tensor | None, q: Tensor, group: Group | None) -> Tensor | None:
+    """Borders of the sequences in this rank's tokens, from those in all ranks' tokens."""
+    if cu_seqlens is None:
+        return None
+    lengths = cu_seqlens.new_empty(dist.get_world_size(group))
+    dist.all_gather(list(lengths.split(1)), cu_seqlens.new_full((1,), q.shape[1]), group=group)
+    checked_bounds(cu_seqlens, int(lengths.sum()))
+    return (cu_seqlens - lengths[: dist.get_rank(group)].sum()).clamp(0, q.shape[1])
+
+
+def _summary(
+    x: Tensor, y: Tensor, g: Tensor | None, cu_seqlens: Tensor | None, to_end: bool
+) -> tuple[Tensor, Tensor]:
+    """log A [N, HV, K or 1] and L [N, HV, K, V] of k and v; of q and dO, not ``to_end``, M without scale."""
+    if cu_seqlens is not None:
+        pieces = [
+            _summary(x[:, a:b], y[:, a:b], None if g is None else g[:, a:b], None, to_end)
+            for a, b in pairwise(cu_seqlens.tolist())
+        ]
+        totals, parts = zip(*pieces, strict=True)
+        return torch.cat(totals), torch.cat(parts)
+    log_decay, total = _log_decay(g, x, y, to_end)
+    return total, _outer_products(x, y, log_decay)
 
 
 def _log_decay(g: Tensor | None, q: Tensor, v: Tensor, to_end: bool) -> tuple[Tensor | None, Tensor]:

@@ -9,6 +9,7 @@ with the Delta Rule"; Yang, Kautz, Hatamizadeh 2025, "Gated Delta Networks".
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -119,6 +120,27 @@ def linear_attention(
     >>> linear_attention(q, k, v, beta=torch.ones(1, 3, 1))[0].flatten()
     tensor([1., 1., 1.])
     """
+    return _run(
+        torch.ops.pyops.linear_attention, q, k, v, g, beta, scale, initial_state, output_final_state,
+        cu_seqlens, normalize, chunk_size,
+    )  # fmt: skip
+
+
+def _run(
+    call: Callable[..., tuple[Tensor, Tensor]],
+    q: Any,
+    k: Any,
+    v: Any,
+    g: Any,
+    beta: Any,
+    scale: Any,
+    initial_state: Any,
+    output_final_state: Any,
+    cu_seqlens: Any,
+    normalize: Any,
+    chunk_size: Any,
+) -> tuple[Tensor, State | None]:
+    """What surrounds the op: checks and defaults before ``call``, which has its schema, and the quotient."""
     _check_tokens(q, k, v, "[B, T, {}, {}]")
     batch, length, _, key_dim = q.shape
     values = v.shape[2]
@@ -138,7 +160,7 @@ def linear_attention(
     elif initial_state is not None:
         initial = _check_state("initial_state", initial_state, (count, values, key_dim, v.shape[3]), q)
     wide = torch.float32 if normalize and q.dtype in (torch.bfloat16, torch.float16) else q.dtype
-    o, final = torch.ops.pyops.linear_attention(
+    o, final = call(
         q.to(wide), k.to(wide), v.to(wide), g, beta, initial, cu_seqlens, _scale(scale, key_dim),
         _chunk_size(chunk_size),
     )  # fmt: skip

@@ -23,22 +23,22 @@ GATES = {
 SPLITS = {2: [(5, 8), (0, 4), (6, 0)], 4: [(3, 4, 1, 5), (4, 0, 0, 2), (0, 3, 3, 0)]}
 
 
-def problem(gate, delta, length, dtype=torch.float64, seed=0):
-    """The whole sequence and its state, the same on every rank."""
+def problem(gate, delta, length, dtype=torch.float64, seed=0, batch=B, sequences=B):
+    """The whole sequence and its states, the same on every rank."""
     generator = torch.Generator().manual_seed(seed)
 
     def draw(*shape):
         return torch.randn(*shape, generator=generator, dtype=torch.float64)
 
     size = GATES[gate]
-    lead = () if gate == "constant" else (B, length)
+    lead = () if gate == "constant" else (batch, length)
     tensors = {
-        "q": draw(B, length, H, K),
-        "k": nn.functional.normalize(draw(B, length, H, K), dim=-1),
-        "v": draw(B, length, HV, V),
+        "q": draw(batch, length, H, K),
+        "k": nn.functional.normalize(draw(batch, length, H, K), dim=-1),
+        "v": draw(batch, length, HV, V),
         "g": None if size is None else nn.functional.logsigmoid(draw(*lead, *size) + 1),
-        "beta": draw(B, length, HV).sigmoid() if delta else None,
-        "initial_state": draw(B, HV, K, V),
+        "beta": draw(batch, length, HV).sigmoid() if delta else None,
+        "initial_state": draw(sequences, HV, K, V),
     }
     return {name: None if t is None else t.to(dtype) for name, t in tensors.items()}
 
@@ -110,6 +110,61 @@ def forms(rank, world):
         for delta in (False, True):
             for lengths in SPLITS[world]:
                 compare(problem(gate, delta, sum(lengths)), lengths, rank)
+
+
+def packed(rank, world):
+    """Borders within ranks and on their borders, empty sequences, one over several ranks."""
+    for lengths in SPLITS[world]:
+        total = sum(lengths)
+        ends = sorted({0, 1, lengths[0], total // 2, total - 1, total})
+        for bounds in ([0, total], [0, *ends, total], [0, 0, total, total]):
+            cu_seqlens = torch.tensor(bounds, dtype=torch.int32 if world == 2 else torch.int64)
+            for gate in ("none", "constant", "shared", "vector"):
+                for delta in (False, True):
+                    tensors = problem(gate, delta, total, batch=1, sequences=len(bounds) - 1)
+                    compare(tensors, lengths, rank, cu_seqlens=cu_seqlens)
+    compare(tensors, lengths, rank, cu_seqlens=cu_seqlens, with_state=False)
+
+
+def packed_resets_and_nan(rank, world):
+    """NaN stays in its sequence, on whatever ranks that lies."""
+    lengths = (6,) * world
+    bounds = [0, 4, 6 * world - 3, 6 * world]
+    tensors = problem("vector", False, sum(lengths), batch=1, sequences=3)
+    tensors["v"][:, 5] = math.nan
+    parts = mine(tensors, lengths, rank)
+    o, final = distributed.linear_attention(**parts, output_final_state=True, cu_seqlens=torch.tensor(bounds))
+    kept = [t for t in range(6) if not 5 <= t + 6 * rank < bounds[2]]
+    checks = [("o", o[:, kept]), ("final states", final[[0, 2]])]
+    agree([(what, t, t.nan_to_num()) for what, t in checks], 1e-12)
+    assert final[1].isnan().all()
+
+
+def normalized(rank, world):
+    """States are pairs; packed or not."""
+    lengths = SPLITS[world][0]
+    total = sum(lengths)
+    for bounds in (None, [0, 2, total - 1, total]):
+        count = B if bounds is None else 3
+        tensors = problem("scalar", False, total, batch=B if bounds is None else 1, sequences=count)
+        tensors |= {name: tensors[name].abs() for name in ("q", "k")}
+        state = tensors.pop("initial_state")
+        given = {
+            "initial_state": (state, state[..., 0].abs()),
+            "normalize": True,
+            "output_final_state": True,
+            "cu_seqlens": None if bounds is None else torch.tensor(bounds),
+        }
+        whole, parts = leaves(tensors), leaves(mine(tensors, lengths, rank))
+        wanted, (wanted_s, wanted_z) = pyops.linear_attention(**whole, **given)
+        o, (s, z) = distributed.linear_attention(**parts, **given)
+        own = mine({"o": wanted}, lengths, rank)["o"]
+        checks = [("o", o, own), ("S", s, wanted_s), ("z", z, wanted_z)]
+        (wanted.square().sum() + wanted_s.sum() + wanted_z.square().sum()).backward()
+        (o.square().sum() + (s.sum() + z.square().sum()) / world).backward()
+        grads = mine({name: t.grad for name, t in whole.items() if t is not None}, lengths, rank)
+        checks += [(f"gradient of {name}", parts[name].grad, t) for name, t in grads.items()]
+        agree(checks, 1e-12)
 
 
 def options(rank, world):
@@ -231,6 +286,10 @@ def refusals(rank, world):
         ({"v": tensors["v"].float()}, TypeError, "v must have the dtype of q"),
         ({"scale": math.inf}, ValueError, "scale must be finite"),
         ({"chunk_size": 3}, ValueError, "chunk_size must be a power of two"),
+        ({"q": None}, TypeError, "q must be a torch.Tensor"),
+        ({"normalize": True, "beta": tensors["g"].exp()}, ValueError, "normalize must be False with beta"),
+        ({"cu_seqlens": torch.tensor([0, 3])}, ValueError, "q must have a batch of 1 with cu_seqlens"),
+        ({"output_final_state": 1}, TypeError, "output_final_state must be a bool"),
     ]
     for change, kind, message in bad:
         try:
@@ -239,6 +298,19 @@ def refusals(rank, world):
             assert message in str(found)
         else:
             raise AssertionError(f"no error for {list(change)}")
+    one = {name: None if t is None else t[:1].detach() for name, t in tensors.items()}
+    for bounds, message in (
+        ([1, 3 * world], "cu_seqlens must start at 0, got 1"),
+        ([0, 3], f"cu_seqlens must end at T = {3 * world}, got 3"),
+        ([0, 5, 4, 3 * world], "cu_seqlens must not decrease, got 4 after 5"),
+    ):
+        try:
+            given = {**one, "initial_state": None, "cu_seqlens": torch.tensor(bounds)}
+            distributed.linear_attention(**given)
+        except ValueError as found:
+            assert message in str(found)
+        else:
+            raise AssertionError(f"no error for {bounds}")
     o, _ = distributed.linear_attention(**tensors)
     (grad,) = torch.autograd.grad(o.square().sum(), tensors["q"], create_graph=True)
     try:

@@ -6,7 +6,8 @@ from distributed import spawn
 
 MODULE = "distributed.linear_attention_cases"
 CASES = [
-    "forms", "options", "dtypes", "many_blocks", "resets", "through_the_state_alone", "segments", "autocast",
+    "forms", "packed", "packed_resets_and_nan", "normalized", "options",
+    "dtypes", "many_blocks", "resets", "through_the_state_alone", "segments", "autocast",
     "all_ranks_work_at_once", "inside_a_compiled_module", "refusals",
 ]  # fmt: skip
 
