@@ -88,6 +88,14 @@ def test_readme_examples():
     assert found.attempted > 0 and found.failed == 0
 
 
+def test_readme_names_every_reproduction():
+    (row,) = re.findall(
+        r"^\| (`python -m pyops reproduce .*?) \|", (ROOT / "README.md").read_text(), re.MULTILINE
+    )
+    for path in ROOT.glob("seeds/*/reproduce.py"):
+        assert path.parent.name in row
+
+
 def test_public_functions_show_public_arguments_alone():
     for name in pyops.__all__:
         if inspect.isfunction(public := getattr(pyops, name)):

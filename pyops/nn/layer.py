@@ -157,6 +157,10 @@ class GatedRMSNorm(nn.Module):
         self.weight = nn.Parameter(torch.empty(size, **factory))
         self.reset_parameters()
 
+    def extra_repr(self) -> str:
+        shape = f"{self.weight.shape[0]}, eps={self.eps}"
+        return f"{shape}, groups={self.groups}, gate_first={self.gate_first}"
+
     def reset_parameters(self) -> None:
         """Weights of one."""
         nn.init.ones_(self.weight)

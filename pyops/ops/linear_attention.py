@@ -185,7 +185,7 @@ def linear_attention_step(
 
     Args:
         q, k: [B, H, K]; v: [B, HV, V]; dtypes as in :func:`linear_attention`.
-        state: [B, HV, K, V] before the token, any of the four dtypes.
+        state: [B, HV, K, V] before the token, zeros before the first one; any of the four dtypes.
         g: [B, H], [B, HV], either with a further dimension K, or [H] or [HV]; beta: [B, H] or [B, HV].
         scale: default K^(-1/2).
         inplace: write the new state into ``state``, which must be float32 (float64 for float64 q), and no

@@ -1,6 +1,11 @@
 """pyops.distributed.linear_attention on gloo processes."""
 
+import re
+import subprocess
+import sys
+
 import pytest
+from suite import ROOT
 
 from distributed import spawn
 
@@ -28,3 +33,14 @@ def test_four_processes(tmp_path):
 @pytest.mark.slow
 def test_two_processes(tmp_path):
     check(spawn.run(MODULE, CASES, 2, tmp_path), 2)
+
+
+def test_readme_example(tmp_path):
+    blocks = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+    (code,) = [block for block in blocks if "init_process_group" in block]
+    (tmp_path / "spread.py").write_text(code)
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    run = subprocess.run(
+        [*command, str(tmp_path / "spread.py")], capture_output=True, text=True, cwd=ROOT, timeout=300
+    )
+    assert run.returncode == 0 and run.stdout.count("True") == 4, run.stdout + run.stderr
