@@ -11,7 +11,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from pyops.ops import _checks as checks
 from pyops.tubal.algebra import T, Which, _square, threshold
@@ -235,12 +234,7 @@ def tsvt(
 
 
 class _Shrink(torch.autograd.Function):
-    """U f(S) V^H with f(s) = max(s - tau, 0), and the derivative that does not divide by differences of
-    singular values on the same side of tau.
-
-    With M = U^H G V: U [P o herm(M) + Q o skew(M)] V^H, P_ij = (f_i - f_j)/(s_i - s_j), Q_ij = (f_i + f_j)/
-    (s_i + s_j), and f(s)/s on what lies outside the ranges of U or V. The map is its own adjoint.
-    """
+    """U f(S) V^H with f(s) = max(s - tau, 0)."""
 
     generate_vmap_rule = True
 
@@ -255,30 +249,46 @@ class _Shrink(torch.autograd.Function):
         ctx.tau = inputs[1]
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor, None]:
-        u, s, vh = torch.linalg.svd(ctx.saved_tensors[0], full_matrices=False)
-        f = (s - ctx.tau).clamp(min=0)
-        kept = s > ctx.tau
-        i, j = s.unsqueeze(-1), s.unsqueeze(-2)
-        fi, fj = f.unsqueeze(-1), f.unsqueeze(-2)
+        return _ShrinkGradient.apply(g, ctx.saved_tensors[0], ctx.tau), None
+
+
+class _ShrinkGradient(torch.autograd.Function):
+    """The derivative of ``_Shrink``, which is its own adjoint, without the derivatives of U and V.
+
+    With M = U^H G V: U [P o herm(M) + Q o skew(M)] V^H, P_ij = (f_i - f_j)/(s_i - s_j), which is 1 or 0 for
+    singular values on one side of tau, Q_ij = (f_i + f_j)/(s_i + s_j); and f(s)/s on what lies outside the
+    ranges of U or V.
+    """
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(g: Tensor, matrix: Tensor, tau: float) -> Tensor:
+        u, s, vh = torch.linalg.svd(matrix, full_matrices=False)
+        f, kept = (s - tau).clamp(min=0), s > tau
+        i, j, fi, fj = s.unsqueeze(-1), s.unsqueeze(-2), f.unsqueeze(-1), f.unsqueeze(-2)
         ki, kj = kept.unsqueeze(-1), kept.unsqueeze(-2)
-        one, zero = torch.ones_like(i - j), torch.zeros_like(i - j)
-        p = torch.where(
-            ki & kj, one, torch.where(ki | kj, (fi - fj) / torch.where(ki ^ kj, i - j, one), zero)
-        )
-        at_zero = 1.0 if ctx.tau == 0 else 0.0
-        q = torch.where(i + j > 0, (fi + fj) / torch.where(i + j > 0, i + j, one), at_zero)
+        p = torch.where(ki ^ kj, (fi - fj) / torch.where(ki ^ kj, i - j, 1.0), (ki & kj).to(s.dtype))
+        at_zero = 1.0 if tau == 0 else 0.0
+        q = torch.where(i + j > 0, (fi + fj) / torch.where(i + j > 0, i + j, 1.0), at_zero)
         ratio = torch.where(s > 0, f / torch.where(s > 0, s, 1.0), at_zero).unsqueeze(-2)
         left, right = u.mH @ g, g @ vh.mH
         m = u.mH @ right
-        inside = p * (m + m.mH) / 2 + q * (m - m.mH) / 2
-        grad = u @ inside @ vh
+        grad = u @ (p * (m + m.mH) / 2 + q * (m - m.mH) / 2) @ vh
         if u.shape[-2] > u.shape[-1]:
             grad = grad + ((right - u @ m) * ratio) @ vh
         if vh.shape[-1] > vh.shape[-2]:
             grad = grad + (u * ratio) @ (left - m @ vh)
-        return grad, None
+        return grad
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple, output: Tensor) -> None:
+        pass
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> Any:
+        raise RuntimeError("tsvt has no second derivative: its gradient cannot be differentiated again")
 
 
 __all__ = ["TQR", "TSVD", "TEigh", "teigh", "tqr", "tsvd", "tsvt"]
