@@ -1,6 +1,7 @@
 """The shared suite on tprod and tgram, every error message, and every way of calling them."""
 
 import math
+from pathlib import Path
 
 import pytest
 import torch
@@ -140,9 +141,9 @@ PRODUCT_ERRORS = [
     error(ValueError, "transform must have 1 matrices", a, b, transform=[torch.eye(4)] * 2),
 ]
 
-TestTprod = op_suite(
-    Spec(PRODUCTS, EDGES, PRODUCT_ERRORS, [__file__], "test_lengths or test_broadcast"), "TestTprod"
-)
+EDGES_FILE = str(Path(__file__).with_name("test_tubal_edges.py"))
+ALSO = "test_lengths or test_broadcast or test_sizes or test_special"
+TestTprod = op_suite(Spec(PRODUCTS, EDGES, PRODUCT_ERRORS, [__file__, EDGES_FILE], ALSO), "TestTprod")
 
 
 def gram_case(name, n3, sizes=(9, 7), small=(4, 2), transpose=False, layout="last"):
@@ -195,7 +196,7 @@ GRAM_ERRORS = [
     error(TypeError, "transpose must be a bool, got 0", a, transpose=0, function=tgram),
     error(ValueError, "layout must be one of", a, layout="tubes", function=tgram),
 ]
-TestTgram = op_suite(Spec(GRAMS, GRAM_EDGES, GRAM_ERRORS, [__file__], "test_gram"), "TestTgram")
+TestTgram = op_suite(Spec(GRAMS, GRAM_EDGES, GRAM_ERRORS), "TestTgram")
 
 
 @dtypes

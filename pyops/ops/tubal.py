@@ -36,8 +36,8 @@ class Transform(NamedTuple):
     inverse: tuple[Tensor, ...] | None = None
 
     def same(self, other: Transform) -> bool:
-        if self.forward is None or other.forward is None:
-            return self.forward is other.forward
+        if self.name != other.name or self.name != "matrix" or not (self.forward and other.forward):
+            return self.name == other.name
         pairs = zip(self.forward, other.forward, strict=False)
         return len(self.forward) == len(other.forward) and all(
             x is y or (x.shape == y.shape and torch.equal(x, y.to(x))) for x, y in pairs
@@ -265,7 +265,7 @@ def resolve(transform: Any, sizes: Sequence[int], dtype: torch.dtype, device: to
             return DFT
         wide = torch.promote_types(dtype, torch.float32)
         wide = REAL_OF.get(wide, wide)
-        if torch.compiler.is_compiling():
+        if torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() > 0:  # no fakes in the cache
             return _dct(tuple(sizes), wide, device)
         return _cached_dct(tuple(sizes), wide, device)
     if isinstance(transform, Tensor):

@@ -18,6 +18,7 @@ from pyops.ops import tubal as ops
 from pyops.reference import tubal as reference
 from pyops.tubal.faces import (
     HalfFaces,
+    _pick,
     enter,
     map_faces,
     matrices,
@@ -230,18 +231,40 @@ def tpinv(
     limit = _rtol("rcond", rcond, h)
     if 0 in h.faces.shape[-2:]:
         return leave(h.with_faces(h.faces.mH))
-    with torch.no_grad():
-        values = face_values(h)
-        top = _largest(values, h) if not per_face else None
-    real = real_dtype(h.faces.dtype)
+    cut = None
+    if not per_face:
+        with torch.no_grad():
+            cut = (limit * _largest(face_values(h), h)).unsqueeze(-1)
+    return leave(matrices(h, map_faces(lambda m: (_Pinv.apply(m, cut, limit),), h)[0]))
 
-    def pinv(m: Tensor) -> tuple[Tensor]:
-        zero = torch.zeros((), dtype=real, device=m.device)
-        if top is None:
-            return (torch.linalg.pinv(m, atol=zero, rtol=zero + limit),)
-        return (torch.linalg.pinv(m, atol=(limit * top).unsqueeze(-1), rtol=zero),)
 
-    return leave(matrices(h, map_faces(pinv, h)[0]))
+class _Pinv(torch.autograd.Function):
+    """V diag(1/s where s > cut) U^H, and its derivative at constant rank, which needs no distinct s.
+
+    dP = -P dA P + P P^H dA^H (I - A P) + (I - P A) dA^H P^H P. ``torch.linalg.pinv`` has the same, but is
+    wrong for complex square matrices when compiled (torch 2.13).
+    """
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(a: Tensor, cut: Tensor | None, rtol: float) -> Tensor:
+        u, s, vh = torch.linalg.svd(a, full_matrices=False)
+        kept = s > (rtol * s[..., :1] if cut is None else cut.unsqueeze(-1))
+        inverse = torch.where(kept, 1 / torch.where(kept, s, 1.0), 0.0)
+        return vh.mH @ (inverse.unsqueeze(-1) * u.mH)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple, output: Tensor) -> None:
+        ctx.save_for_backward(inputs[0], output)
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> tuple[Tensor, None, None]:
+        a, p = ctx.saved_tensors
+        pg, gp = p @ g.mH, g.mH @ p  # products of sizes [n2, n2] and [n1, n1]
+        inner = -p.mH @ g @ p.mH
+        outer = (g.mH - a @ pg) @ p @ p.mH + p.mH @ p @ (g.mH - gp @ a)
+        return inner + outer, None, None
 
 
 def face_values(h: HalfFaces) -> Tensor:
@@ -293,7 +316,7 @@ def multi_rank(
         ranks = (values > cut.reshape(*cut.shape, *(1,) * (len(h.sizes) + 1))).sum(-1)
     if not h.half:
         return ranks
-    flat = ranks.flatten(-len(h.sizes)).index_select(-1, symmetry(h.sizes).source.to(h.device))
+    flat = _pick(ranks.flatten(-len(h.sizes)), -1, symmetry(h.sizes).source)
     return flat.unflatten(-1, h.sizes)
 
 

@@ -8,9 +8,10 @@ another invertible transform. For real A and the DFT, face n3 - f is the conjuga
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -26,49 +27,55 @@ def real_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 class Symmetry(NamedTuple):
-    """Half faces (flat indices) of real tensors: which are real, which decide others."""
+    """Half faces (flat indices) of real tensors: which are real, which decide others.
 
-    real: Tensor  # faces that are their own conjugate
-    complex: Tensor  # one of each pair of conjugates
-    fill: Tensor | None  # where each half face lies in [real, complex, conjugates of complex]; None: in order
+    Plain numbers, and tensors only where they are used: tensors in a cache could be another mode's fakes.
+    """
+
+    real: list[int]  # faces that are their own conjugate
+    complex: list[int]  # one of each pair of conjugates
+    fill: (
+        list[int] | None
+    )  # where each half face lies in [real, complex, conjugates of complex]; None: in order
     mirrored: bool  # whether both faces of a pair can be among the halves: for two tube axes and more
-    source: Tensor  # for each of all faces, the half face that it comes from
-    conjugate: Tensor  # and whether as its conjugate
-    weights: Tensor  # how many faces each half face stands for, where mirrored pairs are both there
+    source: list[int]  # for each of all faces, the half face that it comes from
+    conjugate: list[bool]  # and whether as its conjugate
+    weights: list[float]  # how many faces each half face stands for, where mirrored pairs are both there
 
 
+@torch.compiler.assume_constant_result
 @functools.lru_cache(maxsize=256)
 def symmetry(sizes: tuple[int, ...]) -> Symmetry:
     """The conjugate symmetry of the DFT of a real tensor with tube axes of these sizes."""
-    with torch.inference_mode(False), torch.device("cpu"):
-        last = sizes[-1]
-        half = (*sizes[:-1], last // 2 + 1)
-        index = torch.unravel_index(torch.arange(math.prod(half)), half)
-        edge = (index[-1] == 0) | (2 * index[-1] == last)  # whose partner lies in the half too
-        partner = _ravel([*((-i) % n for i, n in zip(index[:-1], sizes, strict=False)), index[-1]], half)
-        here = torch.arange(math.prod(half))
-        is_real = edge & (partner == here)
-        leads = ~edge | (partner > here)
-        real, pairs = is_real.nonzero().flatten(), leads.nonzero().flatten()
-        fill = torch.empty_like(here)
-        fill[real] = torch.arange(len(real))
-        fill[pairs] = torch.arange(len(real), len(real) + len(pairs))
-        follows = ~is_real & ~leads
-        fill[follows] = fill[partner[follows]] + len(pairs)
+    last = sizes[-1]
+    half = list(itertools.product(*(range(n) for n in sizes[:-1]), range(last // 2 + 1)))
+    number = {face: i for i, face in enumerate(half)}
 
-        index = torch.unravel_index(torch.arange(math.prod(sizes)), sizes)
-        conjugate = 2 * index[-1] > last
-        source = [torch.where(conjugate, (-i) % n, i) for i, n in zip(index, sizes, strict=True)]
-        weights = torch.where(edge, 1.0, 2.0).double().reshape(half)
-        ordered = None if torch.equal(fill, here) else fill
-        return Symmetry(real, pairs, ordered, bool(follows.any()), _ravel(source, half), conjugate, weights)
+    def opposite(face: tuple[int, ...]) -> tuple[int, ...]:
+        return tuple(-i % n for i, n in zip(face, sizes, strict=True))
+
+    # The partner of a face lies in the half too if the last index is 0 or Nyquist.
+    partner = [number.get(opposite(face)) for face in half]
+    real = [i for i, other in enumerate(partner) if other == i]
+    pairs = [i for i, other in enumerate(partner) if other is None or other > i]
+    place = {face: i for i, face in enumerate([*real, *pairs])}
+    follows = [i for i, other in enumerate(partner) if other is not None and other < i]
+    for i in follows:
+        place[i] = place[cast(int, partner[i])] + len(pairs)
+    fill = [place[i] for i in range(len(half))]
+
+    everything = list(itertools.product(*(range(n) for n in sizes)))
+    conjugate = [2 * face[-1] > last for face in everything]
+    source = [
+        number[opposite(face) if mirror else face] for face, mirror in zip(everything, conjugate, strict=True)
+    ]
+    weights = [1.0 if 2 * face[-1] in (0, last) else 2.0 for face in half]
+    ordered = None if fill == list(range(len(half))) else fill
+    return Symmetry(real, pairs, ordered, bool(follows), source, conjugate, weights)
 
 
-def _ravel(index: Sequence[Tensor], sizes: Sequence[int]) -> Tensor:
-    flat = torch.zeros_like(index[0])
-    for i, n in zip(index, sizes, strict=True):
-        flat = flat * n + i
-    return flat
+def _pick(x: Tensor, dim: int, index: list[int]) -> Tensor:
+    return x.index_select(dim, torch.tensor(index, dtype=torch.int64, device=x.device))
 
 
 class HalfFaces:
@@ -140,7 +147,8 @@ class HalfFaces:
         real = real_dtype(self.faces.dtype)
         if not self.half:
             return torch.ones((*self.sizes, 1, 1), dtype=real, device=self.device)
-        return symmetry(self.sizes).weights.to(self.device, real)[..., None, None]
+        weights = torch.tensor(symmetry(self.sizes).weights, dtype=real, device=self.device)
+        return weights.reshape(*self.sizes[:-1], self.sizes[-1] // 2 + 1, 1, 1)
 
     def with_faces(self, faces: Tensor) -> HalfFaces:
         """Other faces of the same kind."""
@@ -151,8 +159,9 @@ class HalfFaces:
         if not self.half:
             return self.faces
         s, axes = symmetry(self.sizes), len(self.sizes)
-        flat = self.faces.flatten(-2 - axes, -3).index_select(-3, s.source.to(self.device))
-        flat = torch.where(s.conjugate.to(self.device)[:, None, None], flat.conj(), flat)
+        flat = _pick(self.faces.flatten(-2 - axes, -3), -3, s.source)
+        mirrored = torch.tensor(s.conjugate, device=self.device)[:, None, None]
+        flat = torch.where(mirrored, flat.conj(), flat)
         return flat.unflatten(-3, self.sizes)
 
     def to_tensor(self, layout: str = "last") -> Tensor:
@@ -194,7 +203,9 @@ class HalfFaces:
         if not isinstance(other, HalfFaces):
             raise TypeError(f"{name} needs HalfFaces on both sides, got {type(other).__name__}")
         x, y, dtype = self._with(other)
-        return HalfFaces(function(x, y), self.sizes, dtype=dtype, transform=self.transform)
+        # A transform's matrices have the precision of the tensor that they were made for.
+        finer = other if y.dtype == other.faces.dtype else self
+        return HalfFaces(function(x, y), self.sizes, dtype=dtype, transform=finer.transform)
 
     def __matmul__(self, other: HalfFaces) -> HalfFaces:
         if isinstance(other, HalfFaces) and self.faces.shape[-1] != other.faces.shape[-2]:
@@ -366,16 +377,16 @@ def map_faces(function: Callable[..., tuple[Tensor, ...]], *tensors: HalfFaces) 
         results = function(*flat)
         return tuple(r.unflatten(batch, tubes) for r in results)
     s = symmetry(lead.sizes)
-    real = function(*(x.index_select(batch, s.real.to(lead.device)).real for x in flat))
+    real = function(*(_pick(x, batch, s.real).real for x in flat))
     parts: list[tuple[Tensor, ...]]
     if len(s.complex) == 0:
         parts = [(r,) for r in real]
     else:
-        others = function(*(x.index_select(batch, s.complex.to(lead.device)) for x in flat))
+        others = function(*(_pick(x, batch, s.complex) for x in flat))
         parts = [(r, c, c.conj()) if s.mirrored else (r, c) for r, c in zip(real, others, strict=True)]
     joined = [torch.cat([p.to(part[-1].dtype) for p in part], batch) for part in parts]
     if s.fill is not None:
-        joined = [j.index_select(batch, s.fill.to(lead.device)) for j in joined]
+        joined = [_pick(j, batch, s.fill) for j in joined]
     return tuple(j.unflatten(batch, tubes) for j in joined)
 
 
