@@ -154,6 +154,10 @@ POLAR_ERRORS = [
     polar_error(ValueError, "steps must be at least 0, got -1", steps=-1),
     polar_error(TypeError, "steps must be an integer, got 2.5", steps=2.5),
     polar_error(TypeError, "steps must be an integer, got True", steps=True),
+    polar_error(TypeError, r"steps must be an integer, got a tensor of shape \(2,\)", steps=torch.ones(2)),
+    polar_error(ValueError, r"compute_dtype must be .*, got a tensor of shape", compute_dtype=torch.ones(2)),
+    polar_error(ValueError, r"method must be .*, got a tensor of shape \(2,\)", method=torch.ones(2)),
+    polar_error(TypeError, "coefficients must be .*, got a tensor of shape", coefficients=torch.ones(2)),
     polar_error(ValueError, "steps must be an integer, None or \"adaptive\", got 'auto'", steps="auto"),
     polar_error(ValueError, "steps=.adaptive. needs .* got method", steps="adaptive", method="newton_schulz"),
     polar_error(
@@ -270,6 +274,7 @@ LMO_ERRORS = [
     lmo_error(TypeError, "radius must be a number, got None", g, norm="row", radius=None),
     lmo_error(ValueError, "normalized has no meaning for norm='rms', got", g, norm="rms", normalized=True),
     lmo_error(TypeError, "normalized must be a bool, got 1", g, norm="row", normalized=1),
+    lmo_error(TypeError, "normalized must be a bool, got a tensor of shape", g, norm="row", normalized=g),
     lmo_error(ValueError, "max has no meaning for norm='col', got max=True", g, norm="col", max=True),
     lmo_error(
         ValueError, "transpose has no meaning for norm='euclidean'", g, norm="euclidean", transpose=True

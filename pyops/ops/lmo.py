@@ -333,7 +333,7 @@ def lmo(
     given = {"normalized": (normalized, None), "max": (max, False), "transpose": (transpose, False)}
     for name, (value, default) in given.items():
         if not isinstance(value, bool | type(default)):
-            raise TypeError(f"{name} must be a bool, got {value!r}")
+            raise TypeError(f"{name} must be a bool, got {checks.shown(value)}")
     checks.unused(f"norm={norm!r}", **{name: given[name] for name in given if name not in options})
     if polar_args and not norm.startswith("spectral"):
         raise TypeError(f"norm={norm!r} takes no argument {next(iter(polar_args))!r}")
@@ -439,7 +439,7 @@ def _compute(g: Tensor, compute_dtype: Any) -> str:
         return COMPUTE_DEFAULT[g.dtype]
     if not isinstance(compute_dtype, torch.dtype | str) or compute_dtype not in COMPUTE:
         wanted = ", ".join(map(str, COMPUTE))
-        raise ValueError(f"compute_dtype must be None or one of {wanted}, got {compute_dtype!r}")
+        raise ValueError(f"compute_dtype must be None or one of {wanted}, got {checks.shown(compute_dtype)}")
     return COMPUTE[compute_dtype]
 
 
@@ -451,7 +451,7 @@ def _method_rows(method: str, steps: int | None) -> Sequence[Sequence[float]]:
 def _rows(method: str, steps: Any, coefficients: Any) -> Sequence[Sequence[float]]:
     if coefficients is None:
         return _method_rows(method, steps if steps is None else checks.count("steps", steps))
-    wrong = f"coefficients must be finite triples (a, b, c), one per step, got {coefficients!r}"
+    wrong = f"coefficients must be finite triples (a, b, c), one per step, got {checks.shown(coefficients)}"
     try:
         rows = [tuple(map(float, row)) for row in coefficients]
     except TypeError as error:
