@@ -26,6 +26,8 @@ REAL = frozenset(checks.DTYPES)
 REAL_OF = {torch.complex64: torch.float32, torch.complex128: torch.float64}
 COMPLEX_OF = {real: wide for wide, real in REAL_OF.items()}
 PLAIN = (Tensor, torch.nn.Parameter)
+_BelowAutograd = torch._C._AutoDispatchBelowAutograd
+_in_functorch = torch._C._functorch.peek_interpreter_stack
 
 
 class Transform(NamedTuple):
@@ -96,22 +98,21 @@ def tprod(
     torch.Size([5, 10, 7, 4])
     """
     if (
-        type(a) in PLAIN
+        _FAST
+        and type(a) in PLAIN
         and type(b) in PLAIN
+        and type(transform) is str
         and transform == "dft"
         and order == 3
-        and layout in LAYOUTS
-        and _FAST
+        and (layout == "last" or layout == "first")
         and a.is_cpu
-        and a.dtype is b.dtype
         and a.dtype in REAL
-        and _unrecorded(a, b)
+        and a.dtype is b.dtype
+        and _unrecorded(a.requires_grad or b.requires_grad)
     ):
         try:  # below autograd, whose Python rule costs more than a small product; the op checks shapes
-            with torch._C._AutoDispatchBelowAutograd():
-                return torch.ops.pyops.tprod.default(
-                    a, b, transpose_a, transpose_b, layout == "first", None, None, None
-                )
+            with _BelowAutograd():
+                return _TPROD(a, b, transpose_a, transpose_b, layout == "first", None, None, None)
         except RuntimeError:
             check_product(a, b, transpose_a, transpose_b, layout, order)
             raise
@@ -158,10 +159,17 @@ def tgram(u: Tensor, *, transpose: bool = False, layout: str = "last") -> Tensor
     >>> torch.allclose(tgram(u), tprod(u, u, transpose_b=True))
     True
     """
-    if type(u) in PLAIN and layout in LAYOUTS and _FAST and u.is_cpu and u.dtype in REAL and _unrecorded(u):
+    if (
+        _FAST
+        and type(u) in PLAIN
+        and (layout == "last" or layout == "first")
+        and u.is_cpu
+        and u.dtype in REAL
+        and _unrecorded(u.requires_grad)
+    ):
         try:
-            with torch._C._AutoDispatchBelowAutograd():
-                return torch.ops.pyops.tgram.default(u, transpose, layout == "first")
+            with _BelowAutograd():
+                return _TGRAM(u, transpose, layout == "first")
         except RuntimeError:
             check_tubal("u", u, layout, 3)
             checks.boolean("transpose", transpose)
@@ -176,13 +184,13 @@ def tgram(u: Tensor, *, transpose: bool = False, layout: str = "last") -> Tensor
     return torch.ops.pyops.tgram(u, transpose, layout == "first")
 
 
-def _unrecorded(*tensors: Tensor) -> bool:
-    """No gradient is wanted of this call, in any mode; False while torch traces."""
-    return (
-        not torch.compiler.is_compiling()
-        and not (torch.is_grad_enabled() and any(t.requires_grad for t in tensors))
-        and forward_ad._current_level < 0
-        and torch._C._functorch.peek_interpreter_stack() is None
+def _unrecorded(requires_grad: bool) -> bool:
+    """No derivative is wanted of this call, in any mode; False while torch traces."""
+    return not (
+        torch.compiler.is_compiling()
+        or (requires_grad and torch.is_grad_enabled())
+        or forward_ad._current_level >= 0
+        or _in_functorch() is not None
     )
 
 
@@ -459,4 +467,6 @@ _library.register(
     backward=_gram_grad,
     setup_context=_gram_context,
 )
+# Where the op has a kernel, a call that records nothing goes to it directly.
+_TPROD, _TGRAM = torch.ops.pyops.tprod.default, torch.ops.pyops.tgram.default
 _FAST = _library.backend("tprod", "cpu") != "reference" and _library.backend("tgram", "cpu") != "reference"
