@@ -1,0 +1,432 @@
+// Transforms of kBlock tubes at a time: element t of all tubes is a row of kBlock lanes, so nothing is shuffled.
+//
+// Real tubes of n give n real rows: Re of faces 0 .. n/2, then Im of faces 1 .. (n-1)/2 (the others are 0).
+//
+//   Re_f =  sum_{k=0}^{n/2} cos(2 pi f k / n) e_k,   e_k = x_k + x_{n-k}  (e_0 = x_0, e_{n/2} = x_{n/2})
+//   Im_f = -sum_{k=1}^{(n-1)/2} sin(2 pi f k / n) o_k,   o_k = x_k - x_{n-k}
+//
+// and back, with weights w_f = 1 for faces 0 and n/2 and 2 for others, the same sums over f instead of k,
+//
+//   x_k, x_{n-k} = c_k -+ s_k,   c_k = 1/n sum_f w_f cos(2 pi f k / n) Re_f,   s_k = 2/n sum_f sin(2 pi f k / n) Im_f.
+//
+// For even n faces f and n/2 - f share the sums over even and odd k, which halves them: n^2 / 4 multiply-adds per tube
+// and direction, n^2 / 2 for odd n. Longer tubes whose length has small factors go through a complex FFT of mixed
+// radix, of n / 2 points for even n: about 2.5 n log2 n flops (twice that for odd n). Angles are reduced in integers.
+#pragma once
+
+#include <cmath>
+
+#include "common/pieces.h"
+#include "common/small_gemm.h"
+
+namespace pyops::PYOPS_ISA {
+
+template <class T>
+class TubeTransform {
+  public:
+    using Gem = SmallGemm<T>;
+    using Vector = typename Gem::Vector;
+    static constexpr int64_t kLanes = Gem::kLanes, kBlock = 4 * kLanes;
+
+    // One direction. A matrix (n x n, row-major) instead of the DFT must outlive the object; where forward() is given
+    // one at the call, there is none here.
+    TubeTransform(int64_t n, const T* matrix, bool inverse, Pieces& pieces)
+        : n_(n), inverse_(inverse), matrix_(matrix) {
+        if (matrix || n <= 4) return;
+        if (n > kLongestSums && factorise()) {
+            cos_ = pieces.take<T>(n);
+            sin_ = pieces.take<T>(n);
+            return;
+        }
+        factors_ = 0;
+        const int64_t half = n / 2, odd = (n - 1) / 2;
+        cos_rows_ = n % 2 ? half + 1 : half / 2 + 1;
+        cos_even_ = n % 2 ? half + 1 : half / 2 + 1;
+        cos_odd_ = n % 2 ? 0 : (half + 1) / 2;
+        sin_rows_ = n % 2 ? odd : half / 2;
+        sin_even_ = n % 2 ? 0 : odd / 2;
+        sin_odd_ = n % 2 ? odd : half / 2;
+        cos_ = pieces.take<T>(cos_rows_ * (cos_even_ + cos_odd_));
+        sin_ = pieces.take<T>(sin_rows_ * (sin_even_ + sin_odd_));
+    }
+
+    // Rows of a block of tubes, which are transposed in squares; and of what forward() and inverse() overwrite at t.
+    static int64_t rows(int64_t n) { return padded(n, kLanes); }
+    static int64_t scratch_rows(int64_t n) { return n % 2 && n > kLongestSums ? 2 * n : n + 4; }
+
+    // Fills the tables.
+    void prepare() {
+        if (matrix_ || n_ <= 4) return;
+        if (factors_) {
+            for (int64_t j = 0; j < n_; ++j) {
+                const Angle a = angle(j, n_);
+                cos_[j] = static_cast<T>(a.cos);
+                sin_[j] = static_cast<T>(-a.sin);
+            }
+            return;
+        }
+        const double scale = inverse_ ? 1.0 / static_cast<double>(n_) : 1.0;
+        const auto weight = [&](int64_t k) { return !inverse_ ? 1.0 : k == 0 || 2 * k == n_ ? scale : 2 * scale; };
+        const int64_t step = n_ % 2 ? 1 : 2;
+        for (int64_t f = 0; f < cos_rows_; ++f) {
+            T* even = cos_ + f * cos_even_;
+            T* odd = cos_ + cos_rows_ * cos_even_ + f * cos_odd_;
+            for (int64_t k = 0; k < cos_even_; ++k)
+                even[k] = static_cast<T>(weight(step * k) * angle(f * step * k % n_, n_).cos);
+            for (int64_t k = 0; k < cos_odd_; ++k)
+                odd[k] = static_cast<T>(weight(2 * k + 1) * angle(f * (2 * k + 1) % n_, n_).cos);
+        }
+        const double sign = inverse_ ? 2 * scale : -1;
+        for (int64_t f = 1; f <= sin_rows_; ++f) {
+            T* odd = sin_ + (f - 1) * sin_odd_;
+            T* even = sin_ + sin_rows_ * sin_odd_ + (f - 1) * sin_even_;
+            for (int64_t k = 0; k < sin_odd_; ++k)
+                odd[k] = static_cast<T>(sign * angle(f * (step * k + 1) % n_, n_).sin);
+            for (int64_t k = 0; k < sin_even_; ++k)
+                even[k] = static_cast<T>(sign * angle(f * (2 * k + 2) % n_, n_).sin);
+        }
+    }
+
+    // Rows of tubes x, which are overwritten, to rows of faces y, ldy apart; of a matrix, if it is not null.
+    void forward(T* x, T* t, T* y, int64_t ldy, const T* matrix) const {
+        if (matrix) return multiply(n_, n_, matrix, n_, x, kBlock, y, ldy);
+        if (n_ <= 4) return small_forward(x, y, ldy);
+        if (factors_) return fourier_forward(x, t, y, ldy);
+        const int64_t odd = (n_ - 1) / 2;
+        for (int64_t k = 1; k <= odd; ++k) sum_and_difference(x + k * kBlock, x + (n_ - k) * kBlock);
+        cosines(x, kBlock, t, y, ldy);
+        sines(x + (n_ - 1) * kBlock, -kBlock, t, y + (n_ / 2 + 1) * ldy, ldy);
+    }
+
+    // Rows of faces y, ldy apart, to rows of tubes x.
+    void inverse(const T* y, int64_t ldy, T* t, T* x) const {
+        if (matrix_) return multiply(n_, n_, matrix_, n_, y, ldy, x, kBlock);
+        if (n_ <= 4) return small_inverse(y, ldy, x);
+        if (factors_) return fourier_inverse(y, ldy, t, x);
+        cosines(y, ldy, t, x, kBlock);
+        sines(y + (n_ / 2 + 1) * ldy, ldy, t, x + (n_ - 1) * kBlock, -kBlock);
+        const int64_t odd = (n_ - 1) / 2;
+        for (int64_t k = 1; k <= odd; ++k) {
+            T *a = x + k * kBlock, *b = x + (n_ - k) * kBlock;
+            for (int64_t l = 0; l < kBlock; l += kLanes) {
+                const Vector c = Gem::load(a + l), s = Gem::load(b + l);
+                Gem::store(a + l, c - s);
+                Gem::store(b + l, c + s);
+            }
+        }
+    }
+
+  private:
+    static constexpr int64_t kLongestSums = 160;  // beyond, an FFT is quicker where its factors are small
+    static constexpr int kMostFactors = 64, kLargestRadix = 13;
+
+    struct Angle {
+        double cos, sin;
+    };
+    // Of 2 pi j / n for 0 <= j < n, from an angle of at most pi / 4.
+    static Angle angle(int64_t j, int64_t n) {
+        constexpr double kPi = 3.14159265358979323846;
+        const bool below = 2 * j > n;
+        if (below) j = n - j;
+        const bool left = 4 * j > n;
+        int64_t numerator = left ? n - 2 * j : 2 * j, denominator = 2 * n;  // of 2 pi: at most 1 / 4
+        const bool steep = 8 * numerator > denominator;
+        if (steep) {
+            numerator = denominator - 4 * numerator;
+            denominator *= 4;
+        }
+        const double a = 2 * kPi * static_cast<double>(numerator) / static_cast<double>(denominator);
+        const double c = steep ? std::sin(a) : std::cos(a), s = steep ? std::cos(a) : std::sin(a);
+        return {left ? -c : c, below ? -s : s};
+    }
+
+    // y = a x for kBlock columns.
+    static void multiply(int64_t m, int64_t k, const T* a, int64_t lda, const T* x, int64_t ldx, T* y, int64_t ldy) {
+        Gem::multiply(m, kBlock, k, {a, lda, 1, x, ldx, y, ldy}, [] {});
+    }
+
+    static void sum_and_difference(T* a, T* b) {
+        for (int64_t l = 0; l < kBlock; l += kLanes) {
+            const Vector x = Gem::load(a + l), y = Gem::load(b + l);
+            Gem::store(a + l, x + y);
+            Gem::store(b + l, x - y);
+        }
+    }
+
+    // out_f = sum_k cos_fk in_k for 0 <= f, k <= n/2, rows `step` and `stride` apart.
+    void cosines(const T* in, int64_t step, T* t, T* out, int64_t stride) const {
+        if (n_ % 2) return multiply(cos_rows_, cos_even_, cos_, cos_even_, in, step, out, stride);
+        const int64_t half = n_ / 2;
+        T *even = t, *odd = t + cos_rows_ * kBlock;
+        multiply(cos_rows_, cos_even_, cos_, cos_even_, in, 2 * step, even, kBlock);
+        multiply(cos_rows_, cos_odd_, cos_ + cos_rows_ * cos_even_, cos_odd_, in + step, 2 * step, odd, kBlock);
+        for (int64_t f = 0; f < cos_rows_; ++f)
+            for (int64_t l = 0; l < kBlock; l += kLanes) {
+                const Vector e = Gem::load(even + f * kBlock + l), o = Gem::load(odd + f * kBlock + l);
+                Gem::store(out + f * stride + l, e + o);
+                if (half - f != f) Gem::store(out + (half - f) * stride + l, e - o);
+            }
+    }
+
+    // out_f = sum_k sin_fk in_k for 1 <= f, k <= (n-1)/2; in and out point to row 1.
+    void sines(const T* in, int64_t step, T* t, T* out, int64_t stride) const {
+        if (n_ % 2) return multiply(sin_rows_, sin_odd_, sin_, sin_odd_, in, step, out, stride);
+        const int64_t half = n_ / 2;
+        T *even = t, *odd = t + sin_rows_ * kBlock;
+        multiply(sin_rows_, sin_even_, sin_ + sin_rows_ * sin_odd_, sin_even_, in + step, 2 * step, even, kBlock);
+        multiply(sin_rows_, sin_odd_, sin_, sin_odd_, in, 2 * step, odd, kBlock);
+        for (int64_t f = 1; f <= sin_rows_; ++f)
+            for (int64_t l = 0; l < kBlock; l += kLanes) {
+                const Vector e = Gem::load(even + (f - 1) * kBlock + l), o = Gem::load(odd + (f - 1) * kBlock + l);
+                Gem::store(out + (f - 1) * stride + l, o + e);
+                if (half - f != f) Gem::store(out + (half - f - 1) * stride + l, o - e);
+            }
+    }
+
+    void small_forward(const T* x, T* y, int64_t ldy) const {
+        for (int64_t l = 0; l < kBlock; l += kLanes) {
+            const Vector a = Gem::load(x + l);
+            if (n_ == 1) {
+                Gem::store(y + l, a);
+                continue;
+            }
+            const Vector b = Gem::load(x + kBlock + l);
+            if (n_ == 2) {
+                Gem::store(y + l, a + b);
+                Gem::store(y + ldy + l, a - b);
+                continue;
+            }
+            const Vector c = Gem::load(x + 2 * kBlock + l);
+            if (n_ == 3) {
+                Gem::store(y + l, a + (b + c));
+                Gem::store(y + ldy + l, a - T(0.5) * (b + c));
+                Gem::store(y + 2 * ldy + l, static_cast<T>(kSin60) * (c - b));
+                continue;
+            }
+            const Vector d = Gem::load(x + 3 * kBlock + l);
+            Gem::store(y + l, (a + c) + (b + d));
+            Gem::store(y + ldy + l, a - c);
+            Gem::store(y + 2 * ldy + l, (a + c) - (b + d));
+            Gem::store(y + 3 * ldy + l, d - b);
+        }
+    }
+
+    void small_inverse(const T* y, int64_t ldy, T* x) const {
+        for (int64_t l = 0; l < kBlock; l += kLanes) {
+            const Vector a = Gem::load(y + l);
+            if (n_ == 1) {
+                Gem::store(x + l, a);
+                continue;
+            }
+            const Vector b = Gem::load(y + ldy + l);
+            if (n_ == 2) {
+                Gem::store(x + l, T(0.5) * (a + b));
+                Gem::store(x + kBlock + l, T(0.5) * (a - b));
+                continue;
+            }
+            const Vector c = Gem::load(y + 2 * ldy + l);
+            if (n_ == 3) {
+                const Vector rest = a - b, odd = static_cast<T>(2 * kSin60) * c;
+                Gem::store(x + l, static_cast<T>(1.0 / 3) * (a + T(2) * b));
+                Gem::store(x + kBlock + l, static_cast<T>(1.0 / 3) * (rest - odd));
+                Gem::store(x + 2 * kBlock + l, static_cast<T>(1.0 / 3) * (rest + odd));
+                continue;
+            }
+            const Vector d = Gem::load(y + 3 * ldy + l);
+            const Vector sum = a + c, rest = a - c;
+            Gem::store(x + l, T(0.25) * (sum + T(2) * b));
+            Gem::store(x + kBlock + l, T(0.25) * (rest - T(2) * d));
+            Gem::store(x + 2 * kBlock + l, T(0.25) * (sum - T(2) * b));
+            Gem::store(x + 3 * kBlock + l, T(0.25) * (rest + T(2) * d));
+        }
+    }
+    static constexpr double kSin60 = 0.86602540378443864676;
+
+    // ---- the FFT: in a row, vectors 0 and 1 are real parts, 2 and 3 are imaginary parts
+
+    bool factorise() {
+        int64_t rest = n_ % 2 ? n_ : n_ / 2;
+        factors_ = 0;
+        const auto take = [&](int64_t r) {
+            while (rest % r == 0) {
+                radix_[factors_++] = static_cast<int>(r);
+                rest /= r;
+            }
+        };
+        take(4);
+        for (int64_t r = 2; r <= kLargestRadix; ++r) take(r);
+        return rest == 1;
+    }
+
+    // From a to b and back, as often as there are factors; returns where the result is.
+    T* fourier(T* a, T* b) const {
+        int64_t n = n_ % 2 ? n_ : n_ / 2, s = 1;
+        for (int i = 0; i < factors_; ++i) {
+            switch (radix_[i]) {
+                case 2: pass<2>(n, s, a, b); break;
+                case 3: pass<3>(n, s, a, b); break;
+                case 4: pass<4>(n, s, a, b); break;
+                case 5: pass<5>(n, s, a, b); break;
+                case 7: pass<7>(n, s, a, b); break;
+                case 11: pass<11>(n, s, a, b); break;
+                default: pass<13>(n, s, a, b); break;
+            }
+            n /= radix_[i];
+            s *= radix_[i];
+            std::swap(a, b);
+        }
+        return a;
+    }
+
+    // w of this->n_ is tabulated; n is the length that is left.
+    // Stockham: out[q + s (r p + u)] = w_n^(p u) sum_t in[q + s (p + m t)] w_r^(t u), m = n / r.
+    template <int r>
+    void pass(int64_t n, int64_t s, const T* in, T* out) const {
+        const int64_t m = n / r, unit = n_ / n, root = n_ / r;
+        for (int64_t p = 0; p < m; ++p) {
+            T wr[r], wi[r];
+            for (int u = 1; u < r; ++u) {
+                wr[u] = cos_[p * u * unit];
+                wi[u] = sin_[p * u * unit];
+            }
+            for (int64_t q = 0; q < s; ++q)
+                for (int64_t l = 0; l < 2 * kLanes; l += kLanes) {
+                    const T* x = in + (q + s * p) * kBlock + l;
+                    T* y = out + (q + s * r * p) * kBlock + l;
+                    Vector re[r], im[r];
+#pragma GCC unroll 16
+                    for (int t = 0; t < r; ++t) {
+                        re[t] = Gem::load(x + t * s * m * kBlock);
+                        im[t] = Gem::load(x + t * s * m * kBlock + 2 * kLanes);
+                    }
+                    const auto put = [&](int u, Vector a, Vector b) {
+                        if (u > 0) {
+                            const Vector c = wr[u] * a - wi[u] * b;
+                            b = wr[u] * b + wi[u] * a;
+                            a = c;
+                        }
+                        Gem::store(y + u * s * kBlock, a);
+                        Gem::store(y + u * s * kBlock + 2 * kLanes, b);
+                    };
+                    if constexpr (r == 2) {
+                        put(0, re[0] + re[1], im[0] + im[1]);
+                        put(1, re[0] - re[1], im[0] - im[1]);
+                    } else if constexpr (r == 4) {
+                        const Vector ar = re[0] + re[2], ai = im[0] + im[2], br = re[0] - re[2], bi = im[0] - im[2];
+                        const Vector cr = re[1] + re[3], ci = im[1] + im[3], dr = re[1] - re[3], di = im[1] - im[3];
+                        put(0, ar + cr, ai + ci);
+                        put(1, br + di, bi - dr);
+                        put(2, ar - cr, ai - ci);
+                        put(3, br - di, bi + dr);
+                    } else {
+                        // Terms t and r - t together: cosines of their sum, sines of their difference.
+                        constexpr int h = (r - 1) / 2;
+                        Vector sr[h], si[h], dr[h], di[h];
+                        Vector zr = re[0], zi = im[0];
+#pragma GCC unroll 8
+                        for (int t = 0; t < h; ++t) {
+                            sr[t] = re[t + 1] + re[r - 1 - t];
+                            si[t] = im[t + 1] + im[r - 1 - t];
+                            dr[t] = re[t + 1] - re[r - 1 - t];
+                            di[t] = im[t + 1] - im[r - 1 - t];
+                            zr += sr[t];
+                            zi += si[t];
+                        }
+                        put(0, zr, zi);
+                        for (int u = 1; u <= h; ++u) {
+                            Vector cr = re[0], ci = im[0], tr{}, ti{};
+                            for (int t = 0; t < h; ++t) {
+                                const int64_t e = (t + 1) * u % r * root;
+                                const T c = cos_[e], d = sin_[e];
+                                cr += c * sr[t];
+                                ci += c * si[t];
+                                tr += d * di[t];  // i d times the difference
+                                ti += d * dr[t];
+                            }
+                            put(u, cr - tr, ci + ti);
+                            put(r - u, cr + tr, ci - ti);
+                        }
+                    }
+                }
+        }
+    }
+
+    // Even n: z_k = x_{2k} + i x_{2k+1} has the spectrum Z of length m = n / 2, and
+    //   X_k = E_k + w^k O_k,  E_k = (Z_k + conj Z_{m-k}) / 2,  O_k = (Z_k - conj Z_{m-k}) / 2i,  w = exp(-2 pi i / n).
+    // Odd n: z = x. Half of the lanes at a time, so that no tube shares a number with another.
+    void fourier_forward(const T* x, T* t, T* y, int64_t ldy) const {
+        const int64_t half = n_ / 2, length = n_ % 2 ? n_ : half;
+        const Vector point5 = T(0.5) - Vector{};
+        for (int64_t first = 0; first < kBlock; first += 2 * kLanes) {
+            for (int64_t k = 0; k < length; ++k)
+                for (int64_t l = 0; l < 2 * kLanes; l += kLanes) {
+                    const T* from = x + (n_ % 2 ? k : 2 * k) * kBlock + first + l;
+                    Gem::store(t + k * kBlock + l, Gem::load(from));
+                    Gem::store(t + k * kBlock + 2 * kLanes + l, n_ % 2 ? Vector{} : Gem::load(from + kBlock));
+                }
+            const T* z = fourier(t, t + length * kBlock);
+            for (int64_t f = 0; f <= half; ++f) {
+                T *re = y + f * ldy + first, *im = y + (half + f) * ldy + first;
+                const T *p = z + f % length * kBlock, *q = z + (length - f) % length * kBlock;
+                for (int64_t l = 0; l < 2 * kLanes; l += kLanes) {
+                    Vector a = Gem::load(p + l), b = Gem::load(p + 2 * kLanes + l);
+                    if (n_ % 2 == 0) {
+                        const Vector c = Gem::load(q + l), d = Gem::load(q + 2 * kLanes + l);
+                        const Vector er = a + c, ei = b - d, or_ = b + d, oi = c - a;
+                        a = point5 * (er + (cos_[f] * or_ - sin_[f] * oi));
+                        b = point5 * (ei + (cos_[f] * oi + sin_[f] * or_));
+                    }
+                    Gem::store(re + l, a);
+                    if (f > 0 && 2 * f != n_) Gem::store(im + l, b);
+                }
+            }
+        }
+    }
+
+    // Back by E_k = (X_k + conj X_{m-k}) / 2, O_k = conj(w)^k (X_k - conj X_{m-k}) / 2, Z = E + i O. The inverse FFT is
+    // the forward one between two exchanges of real and imaginary part.
+    void fourier_inverse(const T* y, int64_t ldy, T* t, T* x) const {
+        const int64_t half = n_ / 2, length = n_ % 2 ? n_ : half;
+        const Vector scale = static_cast<T>(1.0 / static_cast<double>(n_)) - Vector{};
+        const auto imaginary = [&](int64_t f, int64_t lane) {
+            return f == 0 || 2 * f == n_ ? Vector{} : Gem::load(y + (half + f) * ldy + lane);
+        };
+        for (int64_t first = 0; first < kBlock; first += 2 * kLanes) {
+            for (int64_t k = 0; k < length; ++k)
+                for (int64_t l = 0; l < 2 * kLanes; l += kLanes) {
+                    const int64_t lane = first + l;
+                    Vector zr, zi;
+                    if (n_ % 2) {
+                        const int64_t f = std::min(k, n_ - k);
+                        zr = Gem::load(y + f * ldy + lane);
+                        zi = k <= half ? imaginary(f, lane) : -imaginary(f, lane);
+                    } else {
+                        const Vector a = Gem::load(y + k * ldy + lane), b = imaginary(k, lane);
+                        const Vector c = Gem::load(y + (half - k) * ldy + lane), d = imaginary(half - k, lane);
+                        const Vector er = a + c, ei = b - d, dr = a - c, di = b + d;
+                        const Vector or_ = cos_[k] * dr + sin_[k] * di, oi = cos_[k] * di - sin_[k] * dr;
+                        zr = er - oi;
+                        zi = ei + or_;
+                    }
+                    Gem::store(t + k * kBlock + l, scale * zi);
+                    Gem::store(t + k * kBlock + 2 * kLanes + l, scale * zr);
+                }
+            const T* z = fourier(t, t + length * kBlock);
+            for (int64_t k = 0; k < length; ++k)
+                for (int64_t l = 0; l < 2 * kLanes; l += kLanes) {
+                    T* to = x + (n_ % 2 ? k : 2 * k) * kBlock + first + l;
+                    Gem::store(to, Gem::load(z + k * kBlock + 2 * kLanes + l));
+                    if (n_ % 2 == 0) Gem::store(to + kBlock, Gem::load(z + k * kBlock + l));
+                }
+        }
+    }
+
+    int64_t n_;
+    bool inverse_;
+    const T* matrix_;
+    T *cos_ = nullptr, *sin_ = nullptr;
+    int64_t cos_rows_ = 0, cos_even_ = 0, cos_odd_ = 0, sin_rows_ = 0, sin_even_ = 0, sin_odd_ = 0;
+    int factors_ = 0, radix_[kMostFactors] = {};
+};
+
+}  // namespace pyops::PYOPS_ISA
