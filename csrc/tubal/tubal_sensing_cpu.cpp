@@ -11,9 +11,13 @@
 // steps enough to repay it, A is rewritten as [count, coordinates] and each step reads that; otherwise a step reads A
 // as it is, and Z and the sum over i are converted.
 //
+// Steps multiply U from the left only. With more columns than twice the rows, U_f = L Q with orthonormal rows of Q
+// (Gram-Schmidt, twice), so that U U^H = L L^H and a step is one on L [n, n], whatever the rank; U = L Q at the end.
+//
 // A step reads the measurements once: kBlock rows are multiplied by z and, while they lie in L1, added to g with their
-// residuals. It costs 4 count x coordinates flops at one load per FMA, and for U [rank, 2n] per complex face (real and
-// imaginary parts beside each other) the products V^T V and V M, each 8 n^2 rank flops; 2 n^2 rank for a real face.
+// residuals. It costs 4 count x coordinates flops at one load per FMA, and for V = U^T or L^T [columns, 2n] per complex
+// face (real and imaginary parts beside each other) the products V^T V and V M, each 8 n^2 columns flops; a quarter for
+// a real face.
 //
 // Members of the team share faces, then rows in slices of fixed count: results do not depend on the number of threads.
 #include <math.h>
@@ -30,6 +34,7 @@ constexpr int kBlock = 8;
 constexpr int64_t kSlices = 16;
 constexpr int64_t kSharedWork = int64_t{1} << 18;  // measurements x coordinates from which threads pay
 constexpr int64_t kPackSteps = 32;                 // rewriting the measurements costs about as much as twenty steps
+constexpr int64_t kReduceSteps = 8;                // writing U as L Q costs about as much as five steps
 constexpr int64_t kPackBytes = int64_t{1} << 28;   // and memory, which is not taken without limit
 
 int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
@@ -42,14 +47,16 @@ class Sensing {
     static constexpr int64_t padded(int64_t n) { return (n + kLanes - 1) / kLanes * kLanes; }
 
     const SensingProblem& o_;
-    const int64_t n_, k_, rank_, area_, faces_, stride_;
+    const int64_t n_, k_, rank_, area_, faces_, stride_, row_;
+    const bool reduces_;
+    const int64_t columns_;            // of U, or of L
     int64_t coordinates_ = 0, width_;  // width_: of a row of measurements as the steps read it
     bool packs_;
     int64_t slices_;
     char* base_;
     int64_t used_ = 0;  // bytes of the workspace
     // cosine(f, t) = cos(2 pi f t / tubes), sine = -sin
-    T *cosine_, *sine_, *z_, *flat_, *g_, *planes_, *work_, *factors_[2], *measured_ = nullptr;
+    T *cosine_, *sine_, *z_, *flat_, *g_, *planes_, *work_, *rows_, *result_, *factors_[2], *measured_ = nullptr;
     double* loss_;
 
     T* take(int64_t elements) {
@@ -63,7 +70,9 @@ class Sensing {
     int64_t face_coordinates(int64_t f) const { return real(f) ? n_ * (n_ + 1) / 2 : n_ * n_; }
     int64_t first_coordinate(int64_t f) const { return f == 0 ? 0 : n_ * (n_ + 1) / 2 + (f - 1) * n_ * n_; }
     int64_t face_width(int64_t f) const { return padded(real(f) ? n_ : 2 * n_); }
-    T* factor(int which, int64_t f) const { return factors_[which] + f * rank_ * stride_; }
+    T* factor(int which, int64_t f) const { return factors_[which] + f * columns_ * stride_; }
+    T* face_rows(int64_t f) const { return rows_ + f * 2 * n_ * row_; }
+    T* face_result(int64_t f) const { return result_ + f * 2 * n_ * row_; }
 
   public:
     Sensing(const SensingProblem& o, char* workspace)
@@ -74,6 +83,9 @@ class Sensing {
           area_(o.n * o.n),
           faces_(o.tubes / 2 + 1),
           stride_(padded(2 * o.n)),
+          row_(padded(o.rank)),
+          reduces_(o.steps >= kReduceSteps && o.rank >= 2 * o.n),
+          columns_(reduces_ ? o.n : o.rank),
           base_(workspace) {
         for (int64_t f = 0; f < faces_; ++f) coordinates_ += face_coordinates(f);
         const int64_t packed = padded(coordinates_);
@@ -87,7 +99,9 @@ class Sensing {
         g_ = take(slices_ * padded(width_));
         planes_ = take((2 + k_) * area_ * members());
         work_ = take(4 * n_ * stride_ * members());
-        for (T*& factors : factors_) factors = take(faces_ * rank_ * stride_);
+        rows_ = take(faces_ * 2 * n_ * row_);
+        result_ = reduces_ ? take(faces_ * 2 * n_ * row_) : rows_;
+        for (T*& factors : factors_) factors = take(faces_ * columns_ * stride_);
         loss_ = reinterpret_cast<double*>(take(slices_ * static_cast<int64_t>(8 / sizeof(T))));
         if (packs_) measured_ = take(o.count * width_);
     }
@@ -113,7 +127,8 @@ class Sensing {
                 coordinates(static_cast<const T*>(o_.measured) + i * area_ * k_, measured_ + i * width_, team.rank);
         }
         for (int64_t f = team.rank; f < faces_; f += team.size) {
-            load_factor(f);
+            load(f);
+            enter(f);
             product(f, 0, team.rank);
         }
         for (int64_t step = 0; step < o_.steps; ++step) {
@@ -132,45 +147,121 @@ class Sensing {
                 if (step + 1 < o_.steps) product(f, 1 - static_cast<int>(step & 1), team.rank);
             }
         }
+        for (int64_t f = team.rank; f < faces_; f += team.size) leave(f, static_cast<int>(o_.steps & 1), team.rank);
         team.wait();
-        if (team.rank == 0) store_factor(static_cast<int>(o_.steps & 1));
+        if (team.rank == 0) store();
     }
 
   private:
     const T& table(const T* t, int64_t f, int64_t tube) const { return t[f * k_ + tube]; }
     T* u(int64_t i, int64_t r) const { return static_cast<T*>(o_.u) + i * o_.u_row + r * o_.u_column; }
 
-    // V_f (rank x [Re | Im]) of U, transposed, so that both products read whole rows.
-    void load_factor(int64_t f) {
-        T* v = factor(0, f);
-        T* other = factor(1, f);
-        for (int64_t e = 0; e < rank_ * stride_; ++e) v[e] = other[e] = 0;
-        for (int64_t r = 0; r < rank_; ++r)
-            for (int64_t i = 0; i < n_; ++i) {
-                T re = 0, im = 0;
-                for (int64_t t = 0; t < k_; ++t) {
-                    const T x = u(i, r)[t * o_.u_tube];
-                    re += table(cosine_, f, t) * x;
-                    im += table(sine_, f, t) * x;
+    // Face f of U, rows of real parts and then, unless it is real, rows of imaginary parts.
+    void load(int64_t f) {
+        T* rows = face_rows(f);
+        for (int64_t e = 0; e < 2 * n_ * row_; ++e) rows[e] = 0;
+        for (int64_t i = 0; i < n_; ++i) {
+            T *re = rows + i * row_, *im = rows + (n_ + i) * row_;
+            for (int64_t t = 0; t < k_; ++t) {
+                const T c = table(cosine_, f, t), s = table(sine_, f, t);
+                const T* x = u(i, 0) + t * o_.u_tube;
+                for (int64_t r = 0; r < rank_; ++r) re[r] += c * x[r * o_.u_column];
+                if (real(f)) continue;
+                for (int64_t r = 0; r < rank_; ++r) im[r] += s * x[r * o_.u_column];
+            }
+        }
+    }
+
+    void store() {
+        for (int64_t i = 0; i < n_; ++i)
+            for (int64_t t = 0; t < k_; ++t) {
+                T* x = u(i, 0) + t * o_.u_tube;
+                for (int64_t f = 0; f < faces_; ++f) {
+                    const T c = face_weight(f) * table(cosine_, f, t), s = face_weight(f) * table(sine_, f, t);
+                    const T *re = face_result(f) + i * row_, *im = re + n_ * row_;
+                    for (int64_t r = 0; r < rank_; ++r) {
+                        const T part = real(f) ? c * re[r] : c * re[r] + s * im[r];
+                        x[r * o_.u_column] = f == 0 ? part : x[r * o_.u_column] + part;
+                    }
                 }
-                v[r * stride_ + i] = re;
-                if (!real(f)) v[r * stride_ + n_ + i] = im;
             }
     }
 
-    void store_factor(int which) {
-        for (int64_t r = 0; r < rank_; ++r)
-            for (int64_t i = 0; i < n_; ++i)
-                for (int64_t t = 0; t < k_; ++t) {
-                    T x = 0;
-                    for (int64_t f = 0; f < faces_; ++f) {
-                        const T* v = factor(which, f) + r * stride_ + i;
-                        T part = table(cosine_, f, t) * v[0];
-                        if (!real(f)) part += table(sine_, f, t) * v[n_];
-                        x += face_weight(f) * part;
+    // V = U^T, or L^T for rows U = L Q; the rows then hold Q.
+    void enter(int64_t f) {
+        T *rows = face_rows(f), *v = factor(0, f), *other = factor(1, f);
+        for (int64_t e = 0; e < columns_ * stride_; ++e) v[e] = other[e] = 0;
+        if (!reduces_) {
+            for (int64_t i = 0; i < (real(f) ? n_ : 2 * n_); ++i)
+                for (int64_t r = 0; r < rank_; ++r) v[r * stride_ + i] = rows[i * row_ + r];
+            return;
+        }
+        for (int64_t i = 0; i < n_; ++i) {
+            T *re = rows + i * row_, *im = re + n_ * row_;  // those of a real face are zero
+            for (int pass = 0; pass < 2; ++pass)
+                for (int64_t c = 0; c < i; ++c) {
+                    const T *qr = rows + c * row_, *qi = qr + n_ * row_;
+                    T x = 0, y = 0;  // <u_i, q_c>
+#pragma omp simd reduction(+ : x, y)
+                    for (int64_t r = 0; r < row_; ++r) {
+                        x += re[r] * qr[r] + im[r] * qi[r];
+                        y += im[r] * qr[r] - re[r] * qi[r];
                     }
-                    u(i, r)[t * o_.u_tube] = x;
+#pragma omp simd
+                    for (int64_t r = 0; r < row_; ++r) {
+                        re[r] -= x * qr[r] - y * qi[r];
+                        im[r] -= x * qi[r] + y * qr[r];
+                    }
+                    v[c * stride_ + i] += x;
+                    if (!real(f)) v[c * stride_ + n_ + i] += y;
                 }
+            v[i * stride_ + i] = normalize(re, im);
+        }
+    }
+
+    // Scaled before it is squared: a start may be as small as the smallest numbers there are.
+    T normalize(T* re, T* im) {
+        T scale = 0;
+        for (int64_t r = 0; r < row_; ++r) {
+            const T x = re[r] < 0 ? -re[r] : re[r], y = im[r] < 0 ? -im[r] : im[r];
+            scale = scale < x ? x : scale;
+            scale = scale < y ? y : scale;
+        }
+        T sum = 0;
+#pragma omp simd reduction(+ : sum)
+        for (int64_t r = 0; r < row_; ++r) {
+            const T x = scale == 0 ? re[r] : re[r] / scale, y = scale == 0 ? im[r] : im[r] / scale;
+            sum += x * x + y * y;
+        }
+        if (sum == 0) return 0;
+        const T root = static_cast<T>(sqrt(static_cast<double>(sum)));
+        for (int64_t r = 0; r < row_; ++r) {
+            re[r] = re[r] / scale / root;
+            im[r] = im[r] / scale / root;
+        }
+        return scale * root;
+    }
+
+    // The rows of U again, from V = U^T or from V = L^T and the rows of Q.
+    void leave(int64_t f, int which, int member) {
+        const T* v = factor(which, f);
+        T *rows = face_rows(f), *out = face_result(f);
+        const int64_t w = real(f) ? n_ : 2 * n_;
+        if (!reduces_) {
+            for (int64_t i = 0; i < w; ++i)
+                for (int64_t r = 0; r < rank_; ++r) out[i * row_ + r] = v[r * stride_ + i];
+            return;
+        }
+        T* m = work_ + member * 4 * n_ * stride_;  // L, or [Re, -Im; Im, Re] of it
+        for (int64_t c = 0; c < n_; ++c)
+            for (int64_t i = 0; i < n_; ++i) {
+                m[i * stride_ + c] = v[c * stride_ + i];
+                if (real(f)) continue;
+                m[(n_ + i) * stride_ + n_ + c] = v[c * stride_ + i];
+                m[(n_ + i) * stride_ + c] = v[c * stride_ + n_ + i];
+                m[i * stride_ + n_ + c] = -v[c * stride_ + n_ + i];
+            }
+        Small::multiply(w, row_, w, {m, stride_, 1, rows, row_, out, row_}, [] {});
     }
 
     // Coordinates of the Hermitian part of a spatial tensor [n, n, tubes]; what pads the row is zero.
@@ -209,7 +300,7 @@ class Sensing {
         typename Small::Operands operands{v, 1, stride_, v, stride_, s, stride_};
         operands.shape = Shape::LowerResult;
         if (!real(f)) operands.shape = Shape::Full;
-        Small::multiply(real(f) ? n_ : 2 * n_, face_width(f), rank_, operands, [] {});
+        Small::multiply(real(f) ? n_ : 2 * n_, face_width(f), columns_, operands, [] {});
         const T on = packs_ ? face_weight(f) : T(1), off = packs_ ? 2 * face_weight(f) : T(1);
         T* z = z_ + first_coordinate(f);
         const T *low = s + n_ * stride_, *right = s + n_;
@@ -351,7 +442,7 @@ class Sensing {
         typename Small::Operands operands{v, stride_, 1, m, stride_, factor(1 - which, f), stride_};
         operands.r = &one;
         operands.add = v;
-        Small::multiply(rank_, width, w, operands, [] {});
+        Small::multiply(columns_, width, w, operands, [] {});
     }
 };
 
