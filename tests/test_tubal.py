@@ -71,8 +71,8 @@ PRODUCTS = [
     product_case("n3=5 first", 5, layout="first"),
     product_case("n3=7 both", 7, transpose_a=True, transpose_b=True),
     product_case("n3=8", 8, (33, 40, 17)),
-    product_case("n3=61", 61, (5, 6, 4), (1, 2, 2)),
-    product_case("n3=64 first", 64, (5, 6, 4), (1, 2, 2), layout="first"),
+    product_case("n3=61", 61, (5, 6, 4), (1, 2, 1)),
+    product_case("n3=64 first", 64, (5, 6, 4), (1, 1, 2), layout="first"),
     product_case("dct n3=6 transpose_a", 6, transform="dct", transpose_a=True),
     product_case("dct n3=5 first", 5, transform="dct", layout="first", transpose_b=True),
 ]
@@ -175,8 +175,8 @@ GRAMS = [
     gram_case("n3=3", 3),
     gram_case("n3=7 transpose first", 7, transpose=True, layout="first"),
     gram_case("n3=8 transpose", 8, (30, 45), transpose=True),
-    gram_case("n3=61", 61, (6, 5), (2, 1)),
-    gram_case("n3=64 first", 64, (5, 20), (2, 1), layout="first"),
+    gram_case("n3=61", 61, (6, 5), (1, 1)),
+    gram_case("n3=64 first", 64, (5, 20), (1, 2), layout="first"),
 ]
 GRAM_EDGES = [
     ((3, 4, 5),),

@@ -256,7 +256,7 @@ def test_gradients(n3):
     rows, columns = (3, 2) if n3 <= 8 else (2, 1)
     a = draw(rows, columns, n3).requires_grad_()
     wide = draw(columns, rows, n3).requires_grad_()
-    for x in (a, wide):
+    for x in (a, wide) if n3 <= 8 else (a,):
         assert check(lambda x: tubal.tsvd(x).S, (x,))
         assert check(lambda x: rebuilt(tubal.tsvd(x, 1)), (x,))
         assert check(lambda x: tubal.tsvt(x, 0.8), (x,))
