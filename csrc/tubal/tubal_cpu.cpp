@@ -143,6 +143,11 @@ class Product {
     }
 
   private:
+    struct Panel {
+        const T* data;
+        int64_t ld;
+    };
+
     // Where forward() leaves the planes of a factor that is rows x cols as multiplied.
     static Planes<T> planes(const TubalView& x, int64_t rows, int64_t cols, T* data, int64_t plane, bool transpose) {
         if (transpose) std::swap(rows, cols);
@@ -167,10 +172,11 @@ class Product {
                 T* target = planes + line * layout.length + first;
                 const auto* m = static_cast<const T*>(matrix);
                 if (count == kBlock) {
-                    transforms_.forward.forward(own.x, own.t, target, plane, m);
+                    transforms_.forward.forward(own.x, own.t, target, plane, kBlock, m);
                     continue;
                 }
-                transforms_.forward.forward(own.x, own.t, own.y, kBlock, m);  // more would run into the next line
+                // A whole block would run into the next line.
+                transforms_.forward.forward(own.x, own.t, own.y, kBlock, padded(count, kLanes), m);
                 for (int64_t f = 0; f < p_.tubes; ++f)
                     for (int64_t l = 0; l < count; ++l) target[f * plane + l] = own.y[f * kBlock + l];
             }
@@ -208,9 +214,8 @@ class Product {
             const int64_t width = std::min(kPanel, to - j);
             for (int64_t k = 0; k < p_.inner; k += kDepth) {
                 const int64_t depth = std::min(kDepth, p_.inner - k);
-                pack(b, f, k, depth, j, width, own.panel);
-                product(rows_of(j + width), a.data + f * a.plane, a, k, depth, width, own.panel, c + j, ldc_,
-                        add || k > 0);
+                const Panel panel = pack(b, f, k, depth, j, width, own.panel);
+                product(rows_of(j + width), a.data + f * a.plane, a, k, depth, width, panel, c + j, ldc_, add || k > 0);
             }
         }
     }
@@ -229,13 +234,15 @@ class Product {
                 for (T* t : {own.first, own.second, own.third}) std::fill(t, t + rows * kPanel, T(0));
             for (int64_t k = 0; k < p_.inner; k += kDepth) {
                 const int64_t depth = std::min(kDepth, p_.inner - k);
-                pack(b, f, k, depth, j, width, own.panel);
-                pack(b, imag, k, depth, j, width, own.panel_imag);
-                for (int64_t e = 0; e < depth * width; ++e)
-                    own.panel_sum[e] = own.panel[e] + sign_b * own.panel_imag[e];
-                product(rows, ar, a, k, depth, width, own.panel, own.first, kPanel, k > 0);
-                product(rows, ai, a, k, depth, width, own.panel_imag, own.second, kPanel, k > 0);
-                product(rows, own.sum, a, k, depth, width, own.panel_sum, own.third, kPanel, k > 0);
+                const Panel re = pack(b, f, k, depth, j, width, own.panel);
+                const Panel im = pack(b, imag, k, depth, j, width, own.panel_imag);
+                for (int64_t r = 0; r < depth; ++r)
+                    for (int64_t l = 0; l < width; l += kLanes)
+                        Gem::store(own.panel_sum + r * width + l,
+                                   Gem::load(re.data + r * re.ld + l) + sign_b * Gem::load(im.data + r * im.ld + l));
+                product(rows, ar, a, k, depth, width, re, own.first, kPanel, k > 0);
+                product(rows, ai, a, k, depth, width, im, own.second, kPanel, k > 0);
+                product(rows, own.sum, a, k, depth, width, {own.panel_sum, width}, own.third, kPanel, k > 0);
             }
             for (int64_t i = 0; i < rows; ++i)
                 for (int64_t l = 0; l < width; l += kLanes) {
@@ -254,26 +261,26 @@ class Product {
 
     // c [+]= a(:, k ..) panel
     static void product(int64_t rows, const T* a, const Planes<T>& strides, int64_t k, int64_t depth, int64_t width,
-                        const T* panel, T* c, int64_t ldc, bool add) {
+                        const Panel& panel, T* c, int64_t ldc, bool add) {
         constexpr T one = 1;
-        Gem::multiply(rows, width, depth,
-                      {a + k * strides.col, strides.row, strides.col, panel, width, c, ldc, add ? &one : nullptr, 0},
-                      [] {});
+        Gem::multiply(
+            rows, width, depth,
+            {a + k * strides.col, strides.row, strides.col, panel.data, panel.ld, c, ldc, add ? &one : nullptr, 0},
+            [] {});
     }
 
-    // Rows k .. and columns j .. of a plane of B, zeros beyond the last column.
-    void pack(const Planes<T>& b, int64_t f, int64_t k, int64_t depth, int64_t j, int64_t width, T* panel) const {
+    // Rows k .. and columns j .. of a plane of B: where they are, if they are read too few times to be worth packing.
+    // What stands beyond the last column is of no consequence.
+    Panel pack(const Planes<T>& b, int64_t f, int64_t k, int64_t depth, int64_t j, int64_t width, T* panel) const {
         const T* source = b.data + f * b.plane + k * b.row + j * b.col;
-        const int64_t valid = std::min(width, p_.cols - j);
         if (b.col == 1) {
-            for (int64_t r = 0; r < depth; ++r, source += b.row, panel += width) {
-                if (valid == kPanel)
-                    for (int64_t l = 0; l < kPanel; ++l) panel[l] = source[l];
-                else
-                    for (int64_t l = 0; l < width; ++l) panel[l] = l < valid ? source[l] : T(0);
-            }
-            return;
+            if (p_.rows <= 32) return {source, b.row};
+            for (int64_t r = 0; r < depth; ++r)
+                for (int64_t l = 0; l < width; l += kLanes)
+                    Gem::store(panel + r * width + l, Gem::load(source + r * b.row + l));
+            return {panel, width};
         }
+        const int64_t valid = std::min(width, p_.cols - j);
         for (int64_t l = 0; l < width; l += kLanes)
             for (int64_t r = 0; r < depth; r += kLanes) {
                 const T* from = source + l * b.col + r;
@@ -285,6 +292,7 @@ class Product {
                 for (int64_t i = 0; i < std::min(kLanes, depth - r); ++i)
                     for (int64_t s = 0; s < kLanes; ++s) to[i * width + s] = l + s < valid ? from[s * b.col + i] : T(0);
             }
+        return {panel, width};
     }
 
     void inverse(const TubalView& c, std::atomic<int64_t>& next, Own<T>& own) const {
@@ -298,7 +306,7 @@ class Product {
                 for (int64_t i = u * kRows; i < std::min(p_.rows, (u + 1) * kRows); ++i)
                     for (int64_t j = p_.gram ? i : 0; j < p_.cols; j += kBlock) {
                         const int64_t count = std::min(kBlock, p_.cols - j);
-                        transforms_.back.inverse(c_ + i * ldc_ + j, size_c_, own.t, own.x);
+                        transforms_.back.inverse(c_ + i * ldc_ + j, size_c_, padded(count, kLanes), own.t, own.x);
                         Tubes<T>::write(data + i * c.row + j * c.col, c.col, c.tube, n, count, own.x);
                         if (!p_.gram) continue;
                         // (j, i) has the same tube backwards.

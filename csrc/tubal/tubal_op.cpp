@@ -14,25 +14,28 @@ namespace {
 
 // Where the last three dimensions of a tensor lie.
 struct Axes {
-    int64_t row, col, tube;
-    Axes(const Tensor& t, bool tubes_first)
-        : row(t.dim() - (tubes_first ? 2 : 3)), col(row + 1), tube(t.dim() - (tubes_first ? 3 : 1)) {}
+    size_t row, col, tube;
+    Axes(size_t dim, bool tubes_first)
+        : row(dim - (tubes_first ? 2 : 3)), col(row + 1), tube(dim - (tubes_first ? 3 : 1)) {}
 };
 
 struct Factor {
     int64_t rows, cols, tubes;  // as stored
-    TubalView view;             // of batch entry 0
+    DType dtype;
+    TubalView view;  // of batch entry 0
 };
 
 Factor checked_factor(const Tensor& t, bool tubes_first, std::string_view op, std::string_view argument) {
-    checked_dtype(t, op, argument);
-    PYOPS_CHECK(t.dim() >= 3, op, argument, "must have at least 3 dimensions", shape_text(t));
-    const Axes axes(t, tubes_first);
-    PYOPS_CHECK(t.size(axes.tube) > 0, op, argument, "must have tubes of at least one element", shape_text(t));
-    return {t.size(axes.row),
-            t.size(axes.col),
-            t.size(axes.tube),
-            {t.data_ptr(), t.stride(axes.row), t.stride(axes.col), t.stride(axes.tube)}};
+    const DType dtype = checked_dtype(t, op, argument);
+    const auto sizes = t.sizes(), strides = t.strides();
+    PYOPS_CHECK(sizes.size() >= 3, op, argument, "must have at least 3 dimensions", shape_text(t));
+    const Axes axes(sizes.size(), tubes_first);
+    PYOPS_CHECK(sizes[axes.tube] > 0, op, argument, "must have tubes of at least one element", shape_text(t));
+    return {sizes[axes.row],
+            sizes[axes.col],
+            sizes[axes.tube],
+            dtype,
+            {t.data_ptr(), strides[axes.row], strides[axes.col], strides[axes.tube]}};
 }
 
 std::vector<int64_t> batch_of(const Tensor& t) {
@@ -50,6 +53,7 @@ std::string sizes_text(const std::vector<int64_t>& sizes) {
 }
 
 std::vector<int64_t> broadcast(const Tensor& a, const Tensor& b, std::string_view op) {
+    if (a.dim() == 3 && b.dim() == 3) return {};
     const std::vector<int64_t> x = batch_of(a), y = batch_of(b);
     std::vector<int64_t> out(std::max(x.size(), y.size()));
     for (size_t d = 0; d < out.size(); ++d) {
@@ -145,7 +149,7 @@ struct Factors {
         product.tubes = a.tubes;
         product.transpose_a = transpose_a;
         product.transpose_b = transpose_b;
-        product.dtype = checked_dtype(ta, op, name_a);
+        product.dtype = a.dtype;
     }
 };
 
@@ -158,13 +162,19 @@ Tensor allocate_result(const Tensor& like, std::vector<int64_t> batch, const Tub
 }
 
 TubalView first_view(const Tensor& t, bool tubes_first) {
-    const Axes axes(t, tubes_first);
-    return {t.data_ptr(), t.stride(axes.row), t.stride(axes.col), t.stride(axes.tube)};
+    const auto strides = t.strides();
+    const Axes axes(strides.size(), tubes_first);
+    return {t.data_ptr(), strides[axes.row], strides[axes.col], strides[axes.tube]};
 }
 
 // target = sum over `batch` of x * y
 void run(const TubalProduct& product, const Tensor& x, const Tensor& y, const Tensor& target,
          const std::vector<int64_t>& batch, bool tubes_first) {
+    if (batch.empty()) {
+        const TubalEntry entry{first_view(x, tubes_first), first_view(y, tubes_first), first_view(target, tubes_first)};
+        PYOPS_ISA_CALL(tubal_products, product, &entry, 1, kernel_threads());
+        return;
+    }
     const auto a = views(x, first_view(x, tubes_first), batch), b = views(y, first_view(y, tubes_first), batch);
     const auto c = views(target, first_view(target, tubes_first), batch);
     std::vector<TubalEntry> entries(a.size());

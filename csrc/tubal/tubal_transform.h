@@ -87,28 +87,29 @@ class TubeTransform {
         }
     }
 
-    // Rows of tubes x, which are overwritten, to rows of faces y, ldy apart; of a matrix, if it is not null.
-    void forward(T* x, T* t, T* y, int64_t ldy, const T* matrix) const {
-        if (matrix) return multiply(n_, n_, matrix, n_, x, kBlock, y, ldy);
-        if (n_ <= 4) return small_forward(x, y, ldy);
-        if (factors_) return fourier_forward(x, t, y, ldy);
+    // Rows of tubes x, which are overwritten, to rows of faces y, ldy apart, for the first `lanes`
+    // lanes (whole vectors); of a matrix, if it is not null.
+    void forward(T* x, T* t, T* y, int64_t ldy, int64_t lanes, const T* matrix) const {
+        if (matrix) return multiply(lanes, n_, n_, matrix, n_, x, kBlock, y, ldy);
+        if (n_ <= 4) return small_forward(lanes, x, y, ldy);
+        if (factors_) return fourier_forward(lanes, x, t, y, ldy);
         const int64_t odd = (n_ - 1) / 2;
-        for (int64_t k = 1; k <= odd; ++k) sum_and_difference(x + k * kBlock, x + (n_ - k) * kBlock);
-        cosines(x, kBlock, t, y, ldy);
-        sines(x + (n_ - 1) * kBlock, -kBlock, t, y + (n_ / 2 + 1) * ldy, ldy);
+        for (int64_t k = 1; k <= odd; ++k) sum_and_difference(lanes, x + k * kBlock, x + (n_ - k) * kBlock);
+        cosines(lanes, x, kBlock, t, y, ldy);
+        sines(lanes, x + (n_ - 1) * kBlock, -kBlock, t, y + (n_ / 2 + 1) * ldy, ldy);
     }
 
     // Rows of faces y, ldy apart, to rows of tubes x.
-    void inverse(const T* y, int64_t ldy, T* t, T* x) const {
-        if (matrix_) return multiply(n_, n_, matrix_, n_, y, ldy, x, kBlock);
-        if (n_ <= 4) return small_inverse(y, ldy, x);
-        if (factors_) return fourier_inverse(y, ldy, t, x);
-        cosines(y, ldy, t, x, kBlock);
-        sines(y + (n_ / 2 + 1) * ldy, ldy, t, x + (n_ - 1) * kBlock, -kBlock);
+    void inverse(const T* y, int64_t ldy, int64_t lanes, T* t, T* x) const {
+        if (matrix_) return multiply(lanes, n_, n_, matrix_, n_, y, ldy, x, kBlock);
+        if (n_ <= 4) return small_inverse(lanes, y, ldy, x);
+        if (factors_) return fourier_inverse(lanes, y, ldy, t, x);
+        cosines(lanes, y, ldy, t, x, kBlock);
+        sines(lanes, y + (n_ / 2 + 1) * ldy, ldy, t, x + (n_ - 1) * kBlock, -kBlock);
         const int64_t odd = (n_ - 1) / 2;
         for (int64_t k = 1; k <= odd; ++k) {
             T *a = x + k * kBlock, *b = x + (n_ - k) * kBlock;
-            for (int64_t l = 0; l < kBlock; l += kLanes) {
+            for (int64_t l = 0; l < lanes; l += kLanes) {
                 const Vector c = Gem::load(a + l), s = Gem::load(b + l);
                 Gem::store(a + l, c - s);
                 Gem::store(b + l, c + s);
@@ -140,13 +141,14 @@ class TubeTransform {
         return {left ? -c : c, below ? -s : s};
     }
 
-    // y = a x for kBlock columns.
-    static void multiply(int64_t m, int64_t k, const T* a, int64_t lda, const T* x, int64_t ldx, T* y, int64_t ldy) {
-        Gem::multiply(m, kBlock, k, {a, lda, 1, x, ldx, y, ldy}, [] {});
+    // y = a x
+    static void multiply(int64_t lanes, int64_t m, int64_t k, const T* a, int64_t lda, const T* x, int64_t ldx, T* y,
+                         int64_t ldy) {
+        Gem::multiply(m, lanes, k, {a, lda, 1, x, ldx, y, ldy}, [] {});
     }
 
-    static void sum_and_difference(T* a, T* b) {
-        for (int64_t l = 0; l < kBlock; l += kLanes) {
+    static void sum_and_difference(int64_t lanes, T* a, T* b) {
+        for (int64_t l = 0; l < lanes; l += kLanes) {
             const Vector x = Gem::load(a + l), y = Gem::load(b + l);
             Gem::store(a + l, x + y);
             Gem::store(b + l, x - y);
@@ -154,14 +156,14 @@ class TubeTransform {
     }
 
     // out_f = sum_k cos_fk in_k for 0 <= f, k <= n/2, rows `step` and `stride` apart.
-    void cosines(const T* in, int64_t step, T* t, T* out, int64_t stride) const {
-        if (n_ % 2) return multiply(cos_rows_, cos_even_, cos_, cos_even_, in, step, out, stride);
+    void cosines(int64_t lanes, const T* in, int64_t step, T* t, T* out, int64_t stride) const {
+        if (n_ % 2) return multiply(lanes, cos_rows_, cos_even_, cos_, cos_even_, in, step, out, stride);
         const int64_t half = n_ / 2;
         T *even = t, *odd = t + cos_rows_ * kBlock;
-        multiply(cos_rows_, cos_even_, cos_, cos_even_, in, 2 * step, even, kBlock);
-        multiply(cos_rows_, cos_odd_, cos_ + cos_rows_ * cos_even_, cos_odd_, in + step, 2 * step, odd, kBlock);
+        multiply(lanes, cos_rows_, cos_even_, cos_, cos_even_, in, 2 * step, even, kBlock);
+        multiply(lanes, cos_rows_, cos_odd_, cos_ + cos_rows_ * cos_even_, cos_odd_, in + step, 2 * step, odd, kBlock);
         for (int64_t f = 0; f < cos_rows_; ++f)
-            for (int64_t l = 0; l < kBlock; l += kLanes) {
+            for (int64_t l = 0; l < lanes; l += kLanes) {
                 const Vector e = Gem::load(even + f * kBlock + l), o = Gem::load(odd + f * kBlock + l);
                 Gem::store(out + f * stride + l, e + o);
                 if (half - f != f) Gem::store(out + (half - f) * stride + l, e - o);
@@ -169,22 +171,23 @@ class TubeTransform {
     }
 
     // out_f = sum_k sin_fk in_k for 1 <= f, k <= (n-1)/2; in and out point to row 1.
-    void sines(const T* in, int64_t step, T* t, T* out, int64_t stride) const {
-        if (n_ % 2) return multiply(sin_rows_, sin_odd_, sin_, sin_odd_, in, step, out, stride);
+    void sines(int64_t lanes, const T* in, int64_t step, T* t, T* out, int64_t stride) const {
+        if (n_ % 2) return multiply(lanes, sin_rows_, sin_odd_, sin_, sin_odd_, in, step, out, stride);
         const int64_t half = n_ / 2;
         T *even = t, *odd = t + sin_rows_ * kBlock;
-        multiply(sin_rows_, sin_even_, sin_ + sin_rows_ * sin_odd_, sin_even_, in + step, 2 * step, even, kBlock);
-        multiply(sin_rows_, sin_odd_, sin_, sin_odd_, in, 2 * step, odd, kBlock);
+        multiply(lanes, sin_rows_, sin_even_, sin_ + sin_rows_ * sin_odd_, sin_even_, in + step, 2 * step, even,
+                 kBlock);
+        multiply(lanes, sin_rows_, sin_odd_, sin_, sin_odd_, in, 2 * step, odd, kBlock);
         for (int64_t f = 1; f <= sin_rows_; ++f)
-            for (int64_t l = 0; l < kBlock; l += kLanes) {
+            for (int64_t l = 0; l < lanes; l += kLanes) {
                 const Vector e = Gem::load(even + (f - 1) * kBlock + l), o = Gem::load(odd + (f - 1) * kBlock + l);
                 Gem::store(out + (f - 1) * stride + l, o + e);
                 if (half - f != f) Gem::store(out + (half - f - 1) * stride + l, o - e);
             }
     }
 
-    void small_forward(const T* x, T* y, int64_t ldy) const {
-        for (int64_t l = 0; l < kBlock; l += kLanes) {
+    void small_forward(int64_t lanes, const T* x, T* y, int64_t ldy) const {
+        for (int64_t l = 0; l < lanes; l += kLanes) {
             const Vector a = Gem::load(x + l);
             if (n_ == 1) {
                 Gem::store(y + l, a);
@@ -211,8 +214,8 @@ class TubeTransform {
         }
     }
 
-    void small_inverse(const T* y, int64_t ldy, T* x) const {
-        for (int64_t l = 0; l < kBlock; l += kLanes) {
+    void small_inverse(int64_t lanes, const T* y, int64_t ldy, T* x) const {
+        for (int64_t l = 0; l < lanes; l += kLanes) {
             const Vector a = Gem::load(y + l);
             if (n_ == 1) {
                 Gem::store(x + l, a);
@@ -354,10 +357,10 @@ class TubeTransform {
     // Even n: z_k = x_{2k} + i x_{2k+1} has the spectrum Z of length m = n / 2, and
     //   X_k = E_k + w^k O_k,  E_k = (Z_k + conj Z_{m-k}) / 2,  O_k = (Z_k - conj Z_{m-k}) / 2i,  w = exp(-2 pi i / n).
     // Odd n: z = x. Half of the lanes at a time, so that no tube shares a number with another.
-    void fourier_forward(const T* x, T* t, T* y, int64_t ldy) const {
+    void fourier_forward(int64_t lanes, const T* x, T* t, T* y, int64_t ldy) const {
         const int64_t half = n_ / 2, length = n_ % 2 ? n_ : half;
         const Vector point5 = T(0.5) - Vector{};
-        for (int64_t first = 0; first < kBlock; first += 2 * kLanes) {
+        for (int64_t first = 0; first < lanes; first += 2 * kLanes) {
             for (int64_t k = 0; k < length; ++k)
                 for (int64_t l = 0; l < 2 * kLanes; l += kLanes) {
                     const T* from = x + (n_ % 2 ? k : 2 * k) * kBlock + first + l;
@@ -385,13 +388,13 @@ class TubeTransform {
 
     // Back by E_k = (X_k + conj X_{m-k}) / 2, O_k = conj(w)^k (X_k - conj X_{m-k}) / 2, Z = E + i O. The inverse FFT is
     // the forward one between two exchanges of real and imaginary part.
-    void fourier_inverse(const T* y, int64_t ldy, T* t, T* x) const {
+    void fourier_inverse(int64_t lanes, const T* y, int64_t ldy, T* t, T* x) const {
         const int64_t half = n_ / 2, length = n_ % 2 ? n_ : half;
         const Vector scale = static_cast<T>(1.0 / static_cast<double>(n_)) - Vector{};
         const auto imaginary = [&](int64_t f, int64_t lane) {
             return f == 0 || 2 * f == n_ ? Vector{} : Gem::load(y + (half + f) * ldy + lane);
         };
-        for (int64_t first = 0; first < kBlock; first += 2 * kLanes) {
+        for (int64_t first = 0; first < lanes; first += 2 * kLanes) {
             for (int64_t k = 0; k < length; ++k)
                 for (int64_t l = 0; l < 2 * kLanes; l += kLanes) {
                     const int64_t lane = first + l;
