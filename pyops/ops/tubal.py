@@ -105,7 +105,10 @@ def tprod(
         and transform == "dft"
         and order == 3
         and (layout == "last" or layout == "first")
+        and type(transpose_a) is bool
+        and type(transpose_b) is bool
         and a.is_cpu
+        and a.layout is b.layout is torch.strided
         and a.dtype in REAL
         and a.dtype is b.dtype
         and _unrecorded(a.requires_grad or b.requires_grad)
@@ -163,7 +166,9 @@ def tgram(u: Tensor, *, transpose: bool = False, layout: str = "last") -> Tensor
         _FAST
         and type(u) in PLAIN
         and (layout == "last" or layout == "first")
+        and type(transpose) is bool
         and u.is_cpu
+        and u.layout is torch.strided
         and u.dtype in REAL
         and _unrecorded(u.requires_grad)
     ):
@@ -172,7 +177,6 @@ def tgram(u: Tensor, *, transpose: bool = False, layout: str = "last") -> Tensor
                 return _TGRAM(u, transpose, layout == "first")
         except RuntimeError:
             check_tubal("u", u, layout, 3)
-            checks.boolean("transpose", transpose)
             raise
     check_tubal("u", u, layout, 3)
     checks.boolean("transpose", transpose)

@@ -43,10 +43,13 @@ class Symmetry(NamedTuple):
     weights: list[float]  # how many faces each half face stands for, where mirrored pairs are both there
 
 
-@torch.compiler.assume_constant_result
-@functools.lru_cache(maxsize=256)
 def symmetry(sizes: tuple[int, ...]) -> Symmetry:
     """The conjugate symmetry of the DFT of a real tensor with tube axes of these sizes."""
+    # The compiler traces through a cache, and says so.
+    return _symmetry(sizes) if torch.compiler.is_compiling() else _cached_symmetry(sizes)
+
+
+def _symmetry(sizes: tuple[int, ...]) -> Symmetry:
     last = sizes[-1]
     half = list(itertools.product(*(range(n) for n in sizes[:-1]), range(last // 2 + 1)))
     number = {face: i for i, face in enumerate(half)}
@@ -72,6 +75,9 @@ def symmetry(sizes: tuple[int, ...]) -> Symmetry:
     weights = [1.0 if 2 * face[-1] in (0, last) else 2.0 for face in half]
     ordered = None if fill == list(range(len(half))) else fill
     return Symmetry(real, pairs, ordered, bool(follows), source, conjugate, weights)
+
+
+_cached_symmetry = functools.lru_cache(maxsize=256)(_symmetry)
 
 
 def _pick(x: Tensor, dim: int, index: list[int]) -> Tensor:
