@@ -43,6 +43,13 @@ i64 divide_up(i64 a, i64 b) { return (a + b - 1) / b; }
 unsigned grid_for(i64 blocks) { return static_cast<unsigned>(blocks < 1 ? 1 : blocks > kMaxGrid ? kMaxGrid : blocks); }
 i64 distance(i64 stride) { return stride < 0 ? -stride : stride; }
 
+bool packed(const Tubes& t) {
+    const i64 size = size_of(t.dtype);
+    bool aligned = t.tube == 1 && reinterpret_cast<unsigned long long>(t.data) % 16 == 0;
+    for (i64 stride : t.batch) aligned = aligned && stride * size % 16 == 0;
+    return aligned && t.row * size % 16 == 0 && t.col * size % 16 == 0;
+}
+
 enum class Way : int { Short, Fft, Dft, Matrix };
 
 Way way_of(const TubalProduct& p) {
@@ -68,7 +75,7 @@ struct Planes {
     Sizes sizes(i64 last) const { return {{batch[0], batch[1], batch[2], batch[3], last}}; }
     // The planes of all batch entries, as Tubes whose last batch dimension is the plane.
     Tubes tubes(void* data, DType dtype, i64 planes) const {
-        Tubes t{data, dtype, fast_k ? fast : 1, fast_k ? 1 : fast, 0, {0, 0, 0, 0, slow * fast}};
+        Tubes t{data, dtype, fast_k ? fast : 1, fast_k ? 1 : fast, 0, {0, 0, 0, 0, slow * fast}, false};
         i64 stride = planes * slow * fast;
         for (int d = kTubalBatch - 1; d >= 0; --d) {
             t.batch[d] = batch[d] == 1 ? 0 : stride;
@@ -144,6 +151,7 @@ struct Launcher {
     }
 
     void product(ProductTask task, i64 n) const {
+        task.a.packed = packed(task.a), task.b.packed = packed(task.b);
         task.a_along_k = distance(task.a.col) <= distance(task.a.row);
         task.b_along_k = distance(task.b.row) <= distance(task.b.col);
         task.n = plan.p.n3;
@@ -249,7 +257,7 @@ struct Launcher {
     }
 
     static Tubes tensor(const TubalTensor& t, i64 row, i64 col) {
-        return {t.data, t.dtype, row, col, t.tube, {t.batch[0], t.batch[1], t.batch[2], t.batch[3], 0}};
+        return {t.data, t.dtype, row, col, t.tube, {t.batch[0], t.batch[1], t.batch[2], t.batch[3], 0}, false};
     }
 
     // planes <- matrix x_3 tensor, or with `inverse` tensor <- matrix x_3 planes: a product of matrices in which each
@@ -266,7 +274,7 @@ struct Launcher {
         planes_side.col = 1;
         planes_side.batch[kBatch - 1] = merged ? 0 : at.fast;
         ProductTask task{};
-        task.a = {const_cast<void*>(m.data), m.dtype, m.row, m.col, 0, {}};
+        task.a = {const_cast<void*>(m.data), m.dtype, m.row, m.col, 0, {}, false};
         task.b = inverse ? planes_side : tensor_side;
         task.c = inverse ? tensor_side : planes_side;
         if (mirrored) {

@@ -147,7 +147,7 @@ __global__ void __launch_bounds__(kThreads) fft_forward(FftTask task) {
                 i64 slow, fast;
                 divide(u, task.fast, slow, fast);
                 load_tube(task.x.data, task.x.dtype, start[0] + slow * task.x.row + fast * task.x.col + t * task.x.tube,
-                          0, x);
+                          0, false, x);
             }
             if (t % 2 == 0) {
                 re[t / 2 * pitch + q] = x[0];

@@ -61,7 +61,7 @@ __device__ __forceinline__ void load_tiles(const ProductTask& task, const i64 (&
             const i64 from = (is_a ? base[0] : base[1]) + at * (is_a ? task.a.row : task.b.col) +
                              (k0 + k) * (is_a ? task.a.col : task.b.row);
             load_tube(is_a ? task.a.data : task.b.data, is_a ? task.a.dtype : task.b.dtype, from,
-                      is_a ? task.a.tube : task.b.tube, tube);
+                      is_a ? task.a.tube : task.b.tube, is_a ? task.a.packed : task.b.packed, tube);
         }
         const int pitch = is_a ? S::kPitchA : S::kPitchB;
         const int to = (is_a ? 0 : S::kPlanes * S::kDepth * S::kPitchA) + k * pitch + x;

@@ -128,6 +128,7 @@ struct Tubes {  // strides in elements, after the transposition
     DType dtype;
     i64 row, col, tube;
     i64 batch[kBatch];
+    bool packed;  // every tube is contiguous and begins at a multiple of 16 bytes
 };
 
 struct Sizes {
@@ -149,44 +150,7 @@ __device__ __forceinline__ void add_batch(i64 index, const Sizes& sizes, const T
     }
 }
 
-// Element by element: the type is looked up once per tube.
-template <int N, class Acc>
-__device__ __forceinline__ void load_tube(const void* data, DType dtype, i64 at, i64 stride, Acc (&x)[N]) {
-    if constexpr (sizeof(Acc) == 8) {
-#pragma unroll
-        for (int t = 0; t < N; ++t) x[t] = static_cast<const double*>(data)[at + t * stride];
-    } else if (dtype == DType::F32) {
-#pragma unroll
-        for (int t = 0; t < N; ++t) x[t] = static_cast<const float*>(data)[at + t * stride];
-    } else if (dtype == DType::BF16) {
-#pragma unroll
-        for (int t = 0; t < N; ++t) x[t] = bf16_to_float(static_cast<const u16*>(data)[at + t * stride]);
-    } else {
-#pragma unroll
-        for (int t = 0; t < N; ++t) x[t] = half_to_float(static_cast<const u16*>(data)[at + t * stride]);
-    }
-}
-
-template <class Acc>
-__device__ __forceinline__ void store_one(const Tubes& c, i64 at, Acc x) {
-    if constexpr (sizeof(Acc) == 8) {
-        static_cast<double*>(c.data)[at] = x;
-    } else if (c.dtype == DType::F32) {
-        static_cast<float*>(c.data)[at] = x;
-    } else {
-        static_cast<u16*>(c.data)[at] = c.dtype == DType::BF16 ? float_to_bf16(x) : float_to_half(x);
-    }
-}
-
-// Stores entry t of tube (i, j) of a T-symmetric c, which is also entry -t of tube (j, i).
-template <class Acc>
-__device__ __forceinline__ void store_mirrored(const Tubes& c, i64 base, i64 n, i64 i, i64 j, i64 t, Acc x) {
-    if (j < i || (i == j && 2 * t > n)) return;
-    store_one(c, base + i * c.row + j * c.col + t * c.tube, x);
-    if (i != j || t != 0) store_one(c, base + j * c.row + i * c.col + (t == 0 ? 0 : n - t) * c.tube, x);
-}
-
-// Neighbours in shared memory, moved 16 bytes at a time.
+// Neighbours in memory, moved 16 bytes at a time.
 template <class T, int Count>
 struct alignas(16) Few {
     T x[Count];
@@ -213,5 +177,55 @@ void store_few(const emu::Shared<T>& p, const Few<T, Count>& few) {
     for (int v = 0; v < Count; ++v) p[v] = few.x[v];
 }
 #endif
+
+template <int N, class T, class Acc, class Convert>
+__device__ __forceinline__ void load_entries(const T* from, i64 stride, bool packed, Acc (&x)[N], Convert&& convert) {
+    constexpr int wide = 16 / sizeof(T);
+    if constexpr (N % wide == 0) {
+        if (packed) {
+#pragma unroll
+            for (int g = 0; g < N / wide; ++g) {
+                const auto few = load_few<wide>(from + g * wide);
+#pragma unroll
+                for (int v = 0; v < wide; ++v) x[g * wide + v] = convert(few.x[v]);
+            }
+            return;
+        }
+    }
+#pragma unroll
+    for (int t = 0; t < N; ++t) x[t] = convert(from[t * stride]);
+}
+
+template <int N, class Acc>
+__device__ __forceinline__ void load_tube(const void* data, DType dtype, i64 at, i64 stride, bool packed, Acc (&x)[N]) {
+    if constexpr (sizeof(Acc) == 8) {
+        load_entries(static_cast<const double*>(data) + at, stride, packed, x, [](double y) { return y; });
+    } else if (dtype == DType::F32) {
+        load_entries(static_cast<const float*>(data) + at, stride, packed, x, [](float y) { return y; });
+    } else if (dtype == DType::BF16) {
+        load_entries(static_cast<const u16*>(data) + at, stride, packed, x, [](u16 y) { return bf16_to_float(y); });
+    } else {
+        load_entries(static_cast<const u16*>(data) + at, stride, packed, x, [](u16 y) { return half_to_float(y); });
+    }
+}
+
+template <class Acc>
+__device__ __forceinline__ void store_one(const Tubes& c, i64 at, Acc x) {
+    if constexpr (sizeof(Acc) == 8) {
+        static_cast<double*>(c.data)[at] = x;
+    } else if (c.dtype == DType::F32) {
+        static_cast<float*>(c.data)[at] = x;
+    } else {
+        static_cast<u16*>(c.data)[at] = c.dtype == DType::BF16 ? float_to_bf16(x) : float_to_half(x);
+    }
+}
+
+// Stores entry t of tube (i, j) of a T-symmetric c, which is also entry -t of tube (j, i).
+template <class Acc>
+__device__ __forceinline__ void store_mirrored(const Tubes& c, i64 base, i64 n, i64 i, i64 j, i64 t, Acc x) {
+    if (j < i || (i == j && 2 * t > n)) return;
+    store_one(c, base + i * c.row + j * c.col + t * c.tube, x);
+    if (i != j || t != 0) store_one(c, base + j * c.row + i * c.col + (t == 0 ? 0 : n - t) * c.tube, x);
+}
 
 }  // namespace pyops::cuda
