@@ -33,7 +33,7 @@ struct Shape {
     static constexpr int kDown = 32 / sizeof(Acc), kAcross = N > 14 || (sizeof(Acc) == 8 && N > 11) ? 2 : 4;
     static constexpr int kRows = 4 * kDown * kSide, kCols = 8 * kAcross * kSide;
     static constexpr int kPitchA = kRows + 4, kPitchB = kCols + 4;  // rows of shared tiles, apart by 4 banks
-    static constexpr int bytes(int depth) { return kPlanes * depth * (kPitchA + kPitchB) * int(sizeof(Acc)); }
+    PYOPS_HD static constexpr int bytes(int depth) { return kPlanes * depth * (kPitchA + kPitchB) * int(sizeof(Acc)); }
     static constexpr int kDepth = N == 1 ? 16 : bytes(8) <= 48 * 1024 ? 8 : 4;
     static constexpr int kRound = N == 1 ? 0 : kPlanes * 8 * kCols * int(sizeof(Acc));  // two rows of each thread
     static constexpr int kBytes = bytes(kDepth) > kRound ? bytes(kDepth) : kRound;

@@ -35,87 +35,81 @@ PYOPS_HD constexpr i64 planes_of(i64 n) { return n % 2 == 0 ? 3 * n / 2 - 1 : (3
 
 // --- Transforms of one short tube, unrolled --------------------------------------------------------------------------
 
-template <int I>
-struct Index {
-    static constexpr int value = I;
+template <int N>
+struct Roots {
+    Root of[N];
 };
-template <int Begin, int End, class F>
-__device__ __forceinline__ void unroll(F&& f) {
-    if constexpr (Begin < End) {
-        f(Index<Begin>{});
-        unroll<Begin + 1, End>(f);
-    }
+template <int N>
+PYOPS_HD constexpr Roots<N> roots_of_unity() {
+    Roots<N> roots{};
+    for (int m = 0; m < N; ++m) roots.of[m] = root_of_unity(m, N);
+    return roots;
 }
 
 // put(p, value) gets the planes of tube x: face 0; re, im, re + im of the faces 1, 2, ...; face N/2 for even N.
 template <int N, class Acc, class Put>
 __device__ __forceinline__ void tube_to_planes(const Acc (&x)[N], bool conjugate, Put&& put) {
+    constexpr Roots<N> roots = roots_of_unity<N>();
     constexpr int q = (N - 1) / 2;
     constexpr bool even = N % 2 == 0;
     Acc sum[q + 1], difference[q + 1];
-    Acc all = x[0];
-    unroll<1, q + 1>([&](auto at) {
-        constexpr int t = decltype(at)::value;
+    const Acc middle = even ? x[N / 2] : Acc(0);
+    Acc all = even ? x[0] + middle : x[0], alternating = N / 2 % 2 == 0 ? x[0] + middle : x[0] - middle;
+#pragma unroll
+    for (int t = 1; t <= q; ++t) {
         sum[t] = x[t] + x[N - t];
         difference[t] = conjugate ? x[t] - x[N - t] : x[N - t] - x[t];
         all += sum[t];
-    });
-    if constexpr (even) all += x[N / 2];
+        alternating += t % 2 == 0 ? sum[t] : -sum[t];
+    }
     put(0, all);
-    unroll<1, q + 1>([&](auto face) {
-        constexpr int f = decltype(face)::value;
-        Acc re = x[0], im = Acc(0);
-        if constexpr (even) re += f % 2 == 0 ? x[N / 2] : -x[N / 2];
-        unroll<1, q + 1>([&](auto at) {
-            constexpr int t = decltype(at)::value;
-            constexpr Root root = root_of_unity(f * t % N, N);
-            if constexpr (root.cosine != 0) re += static_cast<Acc>(root.cosine) * sum[t];
-            if constexpr (root.sine != 0) im += static_cast<Acc>(root.sine) * difference[t];
-        });
+#pragma unroll
+    for (int f = 1; f <= q; ++f) {
+        Acc re = !even ? x[0] : f % 2 == 0 ? x[0] + middle : x[0] - middle, im = Acc(0);
+#pragma unroll
+        for (int t = 1; t <= q; ++t) {
+            const Root root = roots.of[f * t % N];  // zeros are known to the compiler, which must not assume 0 x = 0
+            if (root.cosine != 0) re += static_cast<Acc>(root.cosine) * sum[t];
+            if (root.sine != 0) im += static_cast<Acc>(root.sine) * difference[t];
+        }
         put(3 * f - 2, re);
         put(3 * f - 1, im);
         put(3 * f, re + im);
-    });
-    if constexpr (even) {
-        Acc alternating = N / 2 % 2 == 0 ? x[0] + x[N / 2] : x[0] - x[N / 2];
-        unroll<1, q + 1>([&](auto at) {
-            constexpr int t = decltype(at)::value;
-            alternating += t % 2 == 0 ? sum[t] : -sum[t];
-        });
-        put(3 * q + 1, alternating);
     }
+    if constexpr (even) put(3 * q + 1, alternating);
 }
 
 // get(p) gives the products of the planes; put(t, value) gets the entries of the tube.
 template <int N, class Acc, class Get, class Put>
 __device__ __forceinline__ void planes_to_tube(Get&& get, Put&& put) {
+    constexpr Roots<N> roots = roots_of_unity<N>();
     constexpr int q = (N - 1) / 2;
     constexpr bool even = N % 2 == 0;
     const Acc first = get(0) * Acc(1.0 / N);
     const Acc last = even ? get(3 * q + 1) * Acc(1.0 / N) : Acc(0);
     Acc re[q + 1], im[q + 1];
     Acc all = first + last, alternating = N / 2 % 2 == 0 ? first + last : first - last;
-    unroll<1, q + 1>([&](auto face) {
-        constexpr int f = decltype(face)::value;
+#pragma unroll
+    for (int f = 1; f <= q; ++f) {
         const Acc p1 = get(3 * f - 2), p2 = get(3 * f - 1), p3 = get(3 * f);
         re[f] = (p1 - p2) * Acc(2.0 / N);
         im[f] = (p3 - p1 - p2) * Acc(2.0 / N);
         all += re[f];
         alternating += f % 2 == 0 ? re[f] : -re[f];
-    });
+    }
     put(0, all);
-    unroll<1, q + 1>([&](auto at) {
-        constexpr int t = decltype(at)::value;
+#pragma unroll
+    for (int t = 1; t <= q; ++t) {
         Acc cosines = t % 2 == 0 ? first + last : first - last, sines = Acc(0);
-        unroll<1, q + 1>([&](auto face) {
-            constexpr int f = decltype(face)::value;
-            constexpr Root root = root_of_unity(f * t % N, N);
-            if constexpr (root.cosine != 0) cosines += static_cast<Acc>(root.cosine) * re[f];
-            if constexpr (root.sine != 0) sines += static_cast<Acc>(root.sine) * im[f];
-        });
+#pragma unroll
+        for (int f = 1; f <= q; ++f) {
+            const Root root = roots.of[f * t % N];
+            if (root.cosine != 0) cosines += static_cast<Acc>(root.cosine) * re[f];
+            if (root.sine != 0) sines += static_cast<Acc>(root.sine) * im[f];
+        }
         put(t, cosines - sines);
         put(N - t, cosines + sines);
-    });
+    }
     if constexpr (even) put(N / 2, alternating);
 }
 
