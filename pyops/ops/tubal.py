@@ -336,12 +336,14 @@ _SETTINGS = (
 def _fake(a, b, transpose_a, transpose_b, tubes_first, forward_a, forward_b, inverse):
     layout = "first" if tubes_first else "last"
     check_product(a, b, transpose_a, transpose_b, layout, 3)
+    if a.dtype != b.dtype:  # the public function promotes
+        raise TypeError(f"b must have the dtype of a, {a.dtype}, got {b.dtype}")
     rows = matrix_sizes(a, layout, 3)[transpose_a]
     columns = matrix_sizes(b, layout, 3)[1 - transpose_b]
     batch = torch.broadcast_shapes(a.shape[:-3], b.shape[:-3])
     tubes = tube_sizes(a, layout, 3)
     shape = (*batch, *tubes, rows, columns) if tubes_first else (*batch, rows, columns, *tubes)
-    return a.new_empty(shape, dtype=torch.promote_types(a.dtype, b.dtype))
+    return a.new_empty(shape)
 
 
 def _context(ctx, inputs, output):

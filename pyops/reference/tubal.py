@@ -95,12 +95,11 @@ def product(
 @without_autocast
 def tprod(a, b, transpose_a, transpose_b, tubes_first, forward_a, forward_b, inverse):
     """inverse x_3 [(forward_a x_3 a) facewise (forward_b x_3 b)]; the DFT where there are no matrices."""
-    dtype = torch.promote_types(a.dtype, b.dtype)
-    wide = torch.promote_types(dtype, torch.float32)
+    wide = working_dtype(a)
     x, y = (t.to(wide).contiguous() for t in (a, b))  # sums in one order, whatever the strides
     matrices = [None if m is None else (m.to(wide),) for m in (forward_a, forward_b, inverse)]
     c = product(x, y, transpose_a, transpose_b, tubes_first, 1, *matrices)
-    return c.to(dtype).contiguous()
+    return c.to(a.dtype).clone(memory_format=torch.contiguous_format)  # whose strides sizes of 1 have too
 
 
 def left(grad, b, transpose_a, transpose_b, tubes_first, forward_a, forward_b, inverse):
