@@ -13,14 +13,16 @@ from typing import TYPE_CHECKING, Any
 from pyops._info import info
 from pyops._library import which
 from pyops.ops import _tubal_sensing  # noqa: F401  registers its op
+from pyops.ops import boxes as _boxes  # noqa: F401  registers its ops; its names are in pyops.boxes
 from pyops.ops import tubal as _tubal  # noqa: F401  registers its ops; its names are in pyops.tubal
 from pyops.ops.linear_attention import linear_attention, linear_attention_step
 from pyops.ops.lmo import lmo, polar, polar_coefficients, spectral_lmo
 
 if TYPE_CHECKING:
-    from pyops import compat, distributed, nn, optim, papers, tubal
+    from pyops import boxes, compat, distributed, nn, optim, papers, tubal
 
 __all__ = [
+    "boxes",
     "compat",
     "distributed",
     "info",
@@ -41,6 +43,6 @@ __version__ = "0.1.0"  # and in pyproject.toml
 
 
 def __getattr__(name: str) -> Any:
-    if name in ("compat", "distributed", "nn", "optim", "papers", "tubal"):
+    if name in ("boxes", "compat", "distributed", "nn", "optim", "papers", "tubal"):
         return importlib.import_module(f"pyops.{name}")
     raise AttributeError(f"module 'pyops' has no attribute {name!r}")

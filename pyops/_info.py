@@ -46,6 +46,11 @@ GPU_BACKENDS = {
     "tubal_sensing_steps_": GpuBackend(
         "torch", "two products with the measurements, which the vendor's GEMM does best", "no"
     ),
+    "box_log_volumes": GpuBackend("triton", "tiles of queries x items, reduced over dimensions", "no"),
+    "box_log_volumes_backward": GpuBackend("triton", "the same tiles, computed again", "no"),
+    "box_topk": GpuBackend("triton", "the same tiles, of which the best are kept", "no"),
+    "box_sampled": GpuBackend("triton", "gathered rows, one program per query", "no"),
+    "box_sampled_backward": GpuBackend("triton", "gathered rows, one program per query", "no"),
 }
 
 

@@ -31,7 +31,10 @@ PLACES = [
 # (stem, place) -> why the op has nothing there.
 TILES = "products of tiles: Triton serves it"
 BUTTERFLIES = "transforms of tubes around small products: CUDA serves it"
+CORNERS = "tiles of queries x items: Triton serves it"
 ABSENT: dict[tuple[str, str], str] = {
+    ("boxes", "csrc/{0}/{0}_cuda.cu"): CORNERS,
+    ("boxes", "tests/cuda/test_{0}_cuda.py"): CORNERS,
     ("linear_attention", "csrc/{0}/{0}_cuda.cu"): TILES,
     ("linear_attention", "tests/cuda/test_{0}_cuda.py"): TILES,
     ("tubal", "triton_kernels/{0}.py"): BUTTERFLIES,

@@ -1,0 +1,164 @@
+"""Arguments of box functions: boxes, temperatures and volumes, and rows of tables."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from pyops.ops import _checks as checks
+from pyops.reference import boxes as reference
+
+VOLUMES = ("auto", "gumbel", "soft", "hard", "bessel")
+Pair = tuple[Tensor, Tensor]
+in_functorch = torch._C._functorch.peek_interpreter_stack
+
+
+class Volume(NamedTuple):
+    """How volumes are taken: the kind, both temperatures, the offset in softplus((w - offset) / nu)."""
+
+    kind: str
+    tau: float | Tensor
+    nu: float | Tensor
+    offset: float | Tensor
+
+
+def corners(name: str, box: Any) -> Pair:
+    """(z, Z) of a box, of one shape, dtype and device."""
+    if not _is_pair(box):
+        raise TypeError(f"{name} must be a Box or a pair (z, Z) of tensors, got {_kind(box)}")
+    z, Z = box
+    checks.matrix(f"{name}.z", z, 1)
+    checks.matrix(f"{name}.Z", Z, 1)
+    if z.shape != Z.shape:
+        raise ValueError(f"{name}.Z must have the shape of z, {tuple(z.shape)}, got {tuple(Z.shape)}")
+    if z.device != Z.device:
+        raise ValueError(f"{name}.Z must be on the device of z, {z.device}, got {Z.device}")
+    if z.dtype != Z.dtype:
+        dtype = torch.promote_types(z.dtype, Z.dtype)
+        return z.to(dtype), Z.to(dtype)
+    return z, Z
+
+
+def several(name: str, boxes: Any) -> list[Pair]:
+    """The boxes of a sequence, or the one box."""
+    if _is_pair(boxes):
+        return [corners(name, boxes)]
+    if not isinstance(boxes, list | tuple):
+        raise TypeError(f"{name} must be a Box, a pair (z, Z) or a sequence of them, got {_kind(boxes)}")
+    if not boxes:
+        raise ValueError(f"{name} must have at least one box, got an empty {type(boxes).__name__}")
+    found = [corners(f"{name}[{i}]", box) for i, box in enumerate(boxes)]
+    check_broadcast([f"{name}[{i}]" for i in range(len(found))], found)
+    return found
+
+
+def check_broadcast(names: Sequence[str], boxes: Sequence[Pair]) -> torch.Size:
+    """Boxes of one dimension and device whose leading dimensions broadcast; the shape they broadcast to."""
+    shape = boxes[0][0].shape
+    for name, box in zip(names[1:], boxes[1:], strict=True):
+        check_alike(name, box, names[0], boxes[0])
+        try:
+            shape = torch.broadcast_shapes(shape, box[0].shape)
+        except RuntimeError:
+            raise ValueError(
+                f"{name} must have leading dimensions that broadcast with {tuple(shape[:-1])}, "
+                f"got shape {tuple(box[0].shape)}"
+            ) from None
+    return shape
+
+
+def resolve_volume(tau: Any, nu: Any, volume: Any) -> Volume:
+    """The kind of volume that the three arguments choose."""
+    tau = _temperature("intersection_temperature", tau)
+    nu = _temperature("volume_temperature", nu)
+    checks.one_of("volume", volume, VOLUMES)
+    no_tau, no_nu = (not isinstance(t, Tensor) and t == 0 for t in (tau, nu))
+    if volume == "auto":
+        volume = "hard" if no_nu else "soft" if no_tau else "gumbel"
+    if no_tau and volume in ("gumbel", "bessel"):
+        raise ValueError(f"intersection_temperature must be above 0 for volume={volume!r}, got {tau}")
+    if no_nu and volume in ("gumbel", "soft"):
+        raise ValueError(f"volume_temperature must be above 0 for volume={volume!r}, got {nu}")
+    offset = 2 * reference.GAMMA * tau if volume == "gumbel" else 0.0
+    return Volume(volume, tau, 0.0 if volume in ("hard", "bessel") else nu, offset)
+
+
+def _temperature(name: str, value: Any) -> float | Tensor:
+    if not isinstance(value, Tensor):
+        return checks.nonnegative(name, value)
+    if value.dtype not in checks.DTYPES:
+        raise TypeError(f"{name} must be a number or a floating tensor, got {value.dtype}")
+    if not torch.compiler.is_compiling() and value.device.type != "meta" and in_functorch() is None:
+        with torch.no_grad():
+            if not bool(((value > 0) & (value < math.inf)).all()):
+                raise ValueError(f"{name} must be finite and above 0 where it is a tensor")
+    return value
+
+
+def _is_pair(value: Any) -> bool:
+    return isinstance(value, list | tuple) and len(value) == 2 and all(isinstance(t, Tensor) for t in value)
+
+
+def _kind(value: Any) -> str:
+    if isinstance(value, list | tuple):
+        return f"a {type(value).__name__} of {', '.join(type(v).__name__ for v in value) or 'nothing'}"
+    return checks.shown(value) if isinstance(value, Tensor) else type(value).__name__
+
+
+def check_alike(name: str, box: Pair, other: str, first: Pair) -> None:
+    if box[0].shape[-1] != first[0].shape[-1]:
+        raise ValueError(
+            f"{name} must have the {first[0].shape[-1]} dimensions of {other}, "
+            f"got {box[0].shape[-1]} in shape {tuple(box[0].shape)}"
+        )
+    if box[0].device != first[0].device:
+        raise ValueError(f"{name} must be on the device of {other}, {first[0].device}, got {box[0].device}")
+
+
+def only_numbers(volume: Volume) -> None:
+    for name, value in (("intersection_temperature", volume.tau), ("volume_temperature", volume.nu)):
+        checks.number(name, value)
+    if volume.kind == "bessel":
+        raise ValueError("volume must be one of 'auto', 'gumbel', 'soft', 'hard' here, got 'bessel'")
+
+
+def check_index(name: str, index: Any, table: Tensor) -> Tensor:
+    if not isinstance(index, Tensor):
+        raise TypeError(f"{name} must be a torch.Tensor, got {type(index).__name__}")
+    if index.dtype not in (torch.int32, torch.int64):
+        raise TypeError(f"{name} must be int64, got {index.dtype}")
+    if index.ndim not in (1, 2):
+        raise ValueError(f"{name} must be [B] or [B, S], got shape {tuple(index.shape)}")
+    if index.device != table.device:
+        raise ValueError(f"{name} must be on the device of the boxes, {table.device}, got {index.device}")
+    looks = index.is_cpu and type(index) is Tensor and not torch.compiler.is_compiling()
+    if looks and in_functorch() is None and index.numel():
+        low, high = (int(t) for t in index.aminmax())
+        if low < 0 or high >= len(table):
+            raise ValueError(f"{name} must be in 0 ... {len(table) - 1}, got {low if low < 0 else high}")
+    return index.long()
+
+
+def check_indices(query_index: Tensor, item_index: Tensor) -> None:
+    same = query_index.shape == item_index.shape
+    if not same and (query_index.ndim == item_index.ndim or len(query_index) != len(item_index)):
+        raise ValueError(
+            "item_index must be [B, S] or [B] with the B and S of query_index, of shape "
+            f"{tuple(query_index.shape)}, got shape {tuple(item_index.shape)}"
+        )
+
+
+def check_item_log_volume(given: Any, items: Tensor, score: str) -> None:
+    if score == "volume":
+        raise ValueError('item_log_volume must be None with score="volume"')
+    checks.matrix("item_log_volume", given, 1)
+    if tuple(given.shape) != (len(items),):
+        raise ValueError(f"item_log_volume must be [{len(items)}], got shape {tuple(given.shape)}")
+    if given.device != items.device:
+        raise ValueError(
+            f"item_log_volume must be on the device of items, {items.device}, got {given.device}"
+        )
