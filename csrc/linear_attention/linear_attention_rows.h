@@ -4,6 +4,8 @@
 #include <cstdint>
 #include <type_traits>
 
+#include "common/flush.h"
+#include "common/lanes.h"
 #include "common/lines.h"
 #include "common/pieces.h"
 #include "common/small_gemm.h"
@@ -14,21 +16,6 @@
 #endif
 
 namespace pyops::PYOPS_ISA {
-
-// Products of decays pass through the subnormal range on their way to zero, where every operation would trap into
-// microcode: results below the normal range are flushed to zero while this lives.
-class FlushToZero {
-  public:
-#if defined(__x86_64__)
-    FlushToZero() : saved_(_mm_getcsr()) { _mm_setcsr(saved_ | 0x8000); }
-    ~FlushToZero() { _mm_setcsr(saved_); }
-
-  private:
-    unsigned saved_;
-#else
-    FlushToZero() {}
-#endif
-};
 
 // Where rows of a [batch, time, head, last] tensor begin: token t of batch entry b, one head.
 struct Place {
@@ -140,34 +127,6 @@ inline bool all_finite_rows(const T* x, int64_t rows, int64_t count, int64_t ld)
     bool finite = true;
     for (int64_t r = 0; r < rows; ++r) finite &= all_finite(x + r * ld, count);
     return finite;
-}
-
-// The sum of a vector's lanes, in a fixed order.
-template <class T>
-inline T sum_of_lanes(typename Gemm<T>::Vector v) {
-    T lanes[Gemm<T>::kLanes];
-    __builtin_memcpy(lanes, &v, sizeof(v));
-    for (int width = Gemm<T>::kLanes / 2; width > 0; width /= 2)
-        for (int l = 0; l < width; ++l) lanes[l] += lanes[l + width];
-    return lanes[0];
-}
-
-// Lane l of the result is the sum of the lanes of v[l].
-template <class T>
-inline typename Gemm<T>::Vector sums_of_lanes(typename Gemm<T>::Vector (&v)[Gemm<T>::kLanes]) {
-    constexpr int kLanes = Gemm<T>::kLanes;
-    const auto halve = [&]<int step>() __attribute__((always_inline)) {
-#pragma GCC unroll 16
-        for (int i = 0; i < kLanes; i += 2 * step) {
-            Transpose<T>::template exchange<step>(v[i], v[i + step]);
-            v[i] += v[i + step];
-        }
-    };
-    halve.template operator()<1>();
-    if constexpr (kLanes > 2) halve.template operator()<2>();
-    if constexpr (kLanes > 4) halve.template operator()<4>();
-    if constexpr (kLanes > 8) halve.template operator()<8>();
-    return v[0];
 }
 
 // out[i] = the sum of the lanes of row(i), for 0 <= i < count; `out` has room for whole vectors.

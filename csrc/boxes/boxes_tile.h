@@ -1,0 +1,528 @@
+// Log-volumes of a few query boxes with a tile of kLanes item boxes, and their gradients.
+//
+// With nu = tau all dimensions of an intersection follow from products: with P = e^((z - c) / tau) and
+// Q = e^((c - Z) / tau), whose sums over boxes are those of the intersection, e^(-w / tau) = P Q and
+//
+//   side = tau log1p(x),  x = e^(-offset / tau) / (P Q):   two adds, two products, a division and a log1p per
+//   dimension.
+//
+// Sides are multiplied, and the exponent of the product split off every four dimensions (every one, if sides may be
+// smaller than e^-17). This needs |z - c|, |Z - c| <= 40 tau. Outside, and for nu != tau, the log domain:
+//
+//   w = min Z - max z - tau log((1 + e^-|dz / tau|) (1 + e^-|dZ / tau|)),
+//   side = nu (max(s, 0) + log1p(e^-|s|)),  s = (w - offset) / nu,
+//
+// where log side = s for s below about -80. Hard boxes: max, min, difference, product.
+//
+// Gradients, with r = grad dlog(side)/dw: product form r = grad x / ((1 + x) log1p(x) tau), dz_q -= r P_q / P,
+// dZ_q += r Q_q / Q and likewise for items, where P_q and Q_q are multiplied to the sums over items at the end.
+#pragma once
+
+#include <cmath>
+
+#include "boxes/boxes.h"
+#include "common/exp.h"
+#include "common/lanes.h"
+#include "common/lines.h"
+#include "common/log.h"
+#include "common/pieces.h"
+
+namespace pyops::PYOPS_ISA {
+
+template <class T>
+struct BoxSettings {
+    using Math = VectorMath<T>;
+    static constexpr T kWindow = 40;
+
+    int64_t dims;
+    T tau, inverse_tau, offset, factor;  // factor = e^(-offset / tau)
+    bool gumbel, soft, products;         // tau > 0, nu > 0, nu = tau > 0
+    T* inverse_nu;                       // per dimension
+    T* center;                           // c
+    T constant = 0;                      // sum of log nu
+
+    BoxSettings(const BoxModel& m, Pieces& pieces)
+        : dims(m.dims),
+          tau(static_cast<T>(m.tau)),
+          inverse_tau(static_cast<T>(1 / m.tau)),
+          offset(static_cast<T>(m.offset)),
+          factor(static_cast<T>(std::exp(-m.offset / m.tau))),
+          gumbel(m.tau > 0),
+          soft(m.nu > 0 || m.nus),
+          products(m.tau > 0 && !m.nus && m.nu == m.tau && std::abs(m.offset) <= 4 * m.tau),
+          inverse_nu(pieces.take<T>(m.dims)),
+          center(pieces.take<T>(m.dims)) {}
+
+    void prepare(const BoxModel& m) {
+        double sum = 0;
+        for (int64_t d = 0; d < dims; ++d) {
+            const double nu = m.nus ? m.nus[d] : m.nu;
+            inverse_nu[d] = soft ? static_cast<T>(1 / nu) : T(1);
+            if (soft) sum += std::log(nu);
+            center[d] = 0;
+        }
+        constant = static_cast<T>(sum);
+    }
+};
+
+// One corner of a row, widened.
+template <class T>
+inline void read_corner(const BoxModel& m, const BoxTable& t, bool upper, int64_t row, T* out, int64_t step) {
+    with_type(m.dtype, [&](auto* tag) {
+        using E = std::remove_pointer_t<decltype(tag)>;
+        const E* p = static_cast<const E*>(upper ? t.Z : t.z) + row * (upper ? t.Z_row : t.z_row);
+        const int64_t stride = upper ? t.Z_dim : t.z_dim;
+        for (int64_t d = 0; d < m.dims; ++d) out[d * step] = static_cast<T>(widen(p[d * stride]));
+    });
+}
+
+// The middle of each dimension's finite corners, so that exponents are small on either side.
+template <class T>
+inline void find_center(const BoxModel& m, const BoxTable& queries, const BoxTable& items, T* row, T* low, T* high,
+                        T* center) {
+    constexpr T kInfinity = VectorMath<T>::kInfinity;
+    std::fill(low, low + m.dims, kInfinity);
+    std::fill(high, high + m.dims, -kInfinity);
+    for (const BoxTable* t : {&queries, &items})
+        for (int64_t i = 0; i < t->rows; ++i)
+            for (const bool upper : {false, true}) {
+                read_corner(m, *t, upper, i, row, 1);
+                for (int64_t d = 0; d < m.dims; ++d) {
+                    const T x = row[d];
+                    const bool finite = x - x == 0;
+                    low[d] = finite && x < low[d] ? x : low[d];
+                    high[d] = finite && x > high[d] ? x : high[d];
+                }
+            }
+    for (int64_t d = 0; d < m.dims; ++d) center[d] = low[d] <= high[d] ? low[d] + (high[d] - low[d]) / 2 : T(0);
+}
+
+// What is known of a box besides its corners.
+template <class T>
+struct BoxBounds {
+    T bad;             // NaN if a corner is, else 0
+    T low, high;       // largest exponents of P and of Q
+    T width;           // largest Z - z
+    bool window;       // exponents within the window, or no constraint (P or Q zero)
+    bool constrained;  // no corner at infinity
+};
+
+// Exponents of one box; dimension d at z[d step].
+template <class T>
+inline BoxBounds<T> bounds_of(const BoxSettings<T>& s, const T* z, const T* Z, int64_t step) {
+    constexpr T kInfinity = VectorMath<T>::kInfinity;
+    BoxBounds<T> b{0, -kInfinity, -kInfinity, -kInfinity, true, true};
+    for (int64_t d = 0; d < s.dims; ++d) {
+        const T low = z[d * step], high = Z[d * step];
+        if (low != low || high != high) b.bad = static_cast<T>(__builtin_nan(""));
+        const T p = (low - s.center[d]) * s.inverse_tau, q = (s.center[d] - high) * s.inverse_tau;
+        b.low = p > b.low ? p : b.low;
+        b.high = q > b.high ? q : b.high;
+        b.width = high - low > b.width ? high - low : b.width;
+        const bool open_low = low == -kInfinity, open_high = high == kInfinity;
+        if (open_low || open_high) b.constrained = false;
+        if (!(open_low || std::abs(p) <= BoxSettings<T>::kWindow)) b.window = false;
+        if (!(open_high || std::abs(q) <= BoxSettings<T>::kWindow)) b.window = false;
+    }
+    if (b.bad != 0) b.window = false;  // NaN
+    return b;
+}
+
+// Query boxes: dimension d of box i at [d ld + i].
+template <class T>
+struct BoxRows {
+    int64_t most, ld;
+    T *z, *Z, *P, *Q;
+    BoxBounds<T>* bounds;
+    BoxRows(const BoxSettings<T>& s, int64_t rows, Pieces& pieces)
+        : most(rows), ld(padded(rows, SmallGemm<T>::kLanes) + SmallGemm<T>::kLanes) {
+        z = pieces.take<T>(s.dims * ld);
+        Z = pieces.take<T>(s.dims * ld);
+        P = pieces.take<T>(s.gumbel ? s.dims * ld : 0);
+        Q = pieces.take<T>(s.gumbel ? s.dims * ld : 0);
+        bounds = pieces.take<BoxBounds<T>>(rows);
+    }
+    // Row `first + i` of the table, or index[i], to place i, for from <= i < to.
+    void load(const BoxModel& m, const BoxSettings<T>& s, const BoxTable& t, int64_t first, const int64_t* index,
+              int64_t from, int64_t to) const {
+        for (int64_t i = from; i < to; ++i) {
+            const int64_t row = index ? index[i] : first + i;
+            read_corner(m, t, false, row, z + i, ld);
+            read_corner(m, t, true, row, Z + i, ld);
+            bounds[i] = bounds_of(s, z + i, Z + i, ld);
+            if (!s.gumbel) continue;
+            for (int64_t d = 0; d < s.dims; ++d) {
+                P[d * ld + i] = exp_of((z[d * ld + i] - s.center[d]) * s.inverse_tau);
+                Q[d * ld + i] = exp_of((s.center[d] - Z[d * ld + i]) * s.inverse_tau);
+            }
+        }
+    }
+};
+
+// kLanes item boxes: dimension d of all of them is one vector.
+template <class T>
+struct BoxTile {
+    using Gem = SmallGemm<T>;
+    using Math = VectorMath<T>;
+    using Vector = typename Gem::Vector;
+    using Ints = typename Math::Ints;
+    static constexpr int64_t kLanes = Gem::kLanes;
+    static constexpr int64_t kSegment = 16;  // dimensions between the tests of a pruned search
+
+    T *z, *Z, *P, *Q;
+    Vector* own;  // of the boxes themselves: log volume of the first kSegment, 2 kSegment ... dimensions
+    Vector bad;
+    T low, high, width;
+    bool window;
+
+    BoxTile(const BoxSettings<T>& s, bool with_own, Pieces& pieces) {
+        z = pieces.take<T>(s.dims * kLanes);
+        Z = pieces.take<T>(s.dims * kLanes);
+        P = pieces.take<T>(s.gumbel ? s.dims * kLanes : 0);
+        Q = pieces.take<T>(s.gumbel ? s.dims * kLanes : 0);
+        own = pieces.take<Vector>(with_own ? s.dims / kSegment + 1 : 0);
+        if (!with_own) own = nullptr;
+    }
+
+    // Rows first .. first + count, or index[0 .. count); the lanes that are left repeat the first.
+    void load(const BoxModel& m, const BoxSettings<T>& s, const BoxTable& t, int64_t first, const int64_t* index,
+              int64_t count) {
+        constexpr T kInfinity = Math::kInfinity;
+        low = high = width = -kInfinity;
+        window = true;
+        alignas(64) T of_lane[kLanes];
+        for (int64_t l = 0; l < kLanes; ++l) {
+            const int64_t i = l < count ? l : 0, row = index ? index[i] : first + i;
+            read_corner(m, t, false, row, z + l, kLanes);
+            read_corner(m, t, true, row, Z + l, kLanes);
+            const BoxBounds<T> b = bounds_of(s, z + l, Z + l, kLanes);
+            of_lane[l] = b.bad;
+            low = b.low > low ? b.low : low;
+            high = b.high > high ? b.high : high;
+            width = b.width > width ? b.width : width;
+            window = window && b.window && b.constrained;
+        }
+        bad = Gem::load(of_lane);
+        if (!s.gumbel || !window) return;
+        for (int64_t d = 0; d < s.dims; ++d) {
+            const Vector c = Math::all(s.center[d]);
+            Gem::store(P + d * kLanes, Math::exp((Gem::load(z + d * kLanes) - c) * s.inverse_tau));
+            Gem::store(Q + d * kLanes, Math::exp((c - Gem::load(Z + d * kLanes)) * s.inverse_tau));
+        }
+        if (!own || !s.products) return;
+        Vector product = Math::all(1);
+        Ints exponent{};
+        for (int64_t d = 0; d < s.dims; ++d) {
+            const Vector pq = Gem::load(P + d * kLanes) * Gem::load(Q + d * kLanes);
+            product = Math::split(product * Math::log1p(s.factor / pq), exponent);
+            if (d % kSegment == kSegment - 1) own[d / kSegment] = logarithm(product, exponent);
+        }
+        own[s.dims / kSegment] = logarithm(product, exponent);
+    }
+
+    static Vector logarithm(Vector product, Ints exponent) {
+        return Math::log(product) + __builtin_convertvector(exponent, Vector) * Math::kLn2;
+    }
+
+    // Whether the product form serves row q, and whether sides are no smaller than e^-17 then.
+    bool products(const BoxSettings<T>& s, const BoxRows<T>& rows, int64_t q) const {
+        return s.products && factors(s, rows, q);
+    }
+    // Whether P and Q of the row and of the tile are within the window. Hard volumes need w to the last place.
+    bool factors(const BoxSettings<T>& s, const BoxRows<T>& rows, int64_t q) const {
+        return s.gumbel && s.soft && window && rows.bounds[q].window;
+    }
+    bool mild(const BoxRows<T>& rows, int64_t q) const {
+        return std::max(low, rows.bounds[q].low) + std::max(high, rows.bounds[q].high) <= 15;
+    }
+
+    // out[i] = the log volumes of row q + i with the tile, for n <= 4 rows.
+    void volumes(const BoxSettings<T>& s, const BoxRows<T>& rows, int64_t q, int n, Vector* out) const {
+        if (n == 4) {
+            bool all = true, all_mild = true, narrow = width < kWide;
+            for (int i = 0; i < 4; ++i) {
+                all = all && products(s, rows, q + i);
+                all_mild = all_mild && mild(rows, q + i);
+                narrow = narrow && rows.bounds[q + i].width < kWide;
+            }
+            if (all && all_mild) return by_products<4, 4>(s, rows, q, out);
+            if (all) return by_products<4, 1>(s, rows, q, out);
+            if (!s.gumbel && !s.soft && s.offset == 0 && narrow) return hard<4>(s, rows, q, out);
+        }
+        for (int i = 0; i < n; ++i) {
+            if (products(s, rows, q + i))
+                mild(rows, q + i) ? by_products<1, 4>(s, rows, q + i, out + i)
+                                  : by_products<1, 1>(s, rows, q + i, out + i);
+            else
+                by_logarithms(s, rows, q + i, out + i);
+        }
+    }
+
+    // The same for rows that products() serves, unless every score `out[i] - shift` falls below least[i]: then false,
+    // as soon as that is certain.
+    template <int N>
+    bool volumes_above(const BoxSettings<T>& s, const BoxRows<T>& rows, int64_t q, Vector shift, const T* least,
+                       Vector* out) const {
+        Vector product[N];
+        Ints exponent[N] = {};
+        for (int i = 0; i < N; ++i) product[i] = Math::all(1);
+        const int64_t last = s.dims / kSegment;
+        for (int64_t g = 0; g <= last; ++g) {
+            multiply_sides<N, 1>(s, rows, q, g * kSegment, std::min(s.dims, (g + 1) * kSegment), product, exponent);
+            if (g == last) break;
+            // What is to come can at most be the items' own sides.
+            const Vector rest = own[last] - own[g] + s.constant - shift;
+            bool hope = false;
+            for (int i = 0; i < N; ++i) {
+                const Vector bound = logarithm(product[i], exponent[i]) + rest;
+                const T slack = T(1e-5) * (1 + std::abs(least[i]));
+                const auto above = !(bound < least[i] - slack);
+                for (int64_t l = 0; l < kLanes; ++l) hope = hope || above[l];
+            }
+            if (!hope) return false;
+        }
+        for (int i = 0; i < N; ++i)
+            out[i] = logarithm(product[i], exponent[i]) + s.constant + bad + rows.bounds[q + i].bad;
+        return true;
+    }
+
+    // Contributions to gradients of one row and one dimension, for sum over lanes and over rows.
+    struct Parts {
+        Vector row_z, row_Z, item_z, item_Z;
+    };
+
+    [[gnu::always_inline]] Parts product_parts(const BoxSettings<T>& s, const BoxRows<T>& rows, int64_t q, int64_t d,
+                                               Vector grad) const {
+        const Vector p = rows.P[d * rows.ld + q] + Gem::load(P + d * kLanes);
+        const Vector t = rows.Q[d * rows.ld + q] + Gem::load(Q + d * kLanes);
+        const Vector inverse = T(1) / (p * t), x = s.factor * inverse;
+        const Vector r = grad * s.inverse_tau * (x / ((T(1) + x) * Math::log1p(x)));
+        const Vector a = r * (inverse * t), b = r * (inverse * p);
+        return {a, b, a, b};
+    }
+
+    // Calls f with the parts of a dimension as a function of (row, dimension, grad), in the form that serves row q.
+    template <class F>
+    void with_parts(const BoxSettings<T>& s, const BoxRows<T>& rows, int64_t q, const F& f) const {
+        with_way(s, rows, q, [&]<Way way, bool kSoft>() {
+            f([&](int64_t row, int64_t d, Vector grad)
+                  __attribute__((always_inline)) { return logarithm_parts<way, kSoft>(s, rows, row, d, grad); });
+        });
+    }
+
+    // The smallest w - offset over the dimensions, of which hard boxes need to know whether it is positive.
+    Vector smallest(const BoxSettings<T>& s, const BoxRows<T>& rows, int64_t q) const {
+        Vector least = Math::all(Math::kInfinity);
+        with_way(s, rows, q, [&]<Way way, bool>() {
+            for (int64_t d = 0; d < s.dims; ++d) {
+                const Vector w = argument<way, false>(s, rows, q, d);
+                least = w < least ? w : least;
+            }
+        });
+        return least;
+    }
+
+  private:
+    enum class Way { Factors, Exponentials, Hard };
+
+    template <Way way, bool kSoft>
+    [[gnu::always_inline]] Parts logarithm_parts(const BoxSettings<T>& s, const BoxRows<T>& rows, int64_t q, int64_t d,
+                                                 Vector grad) const {
+        const Vector side = argument<way, kSoft>(s, rows, q, d);
+        Shares low, high;
+        if constexpr (way == Way::Factors) {
+            const Vector pq = Math::all(rows.P[d * rows.ld + q]), tq = Math::all(rows.Q[d * rows.ld + q]);
+            const Vector pi = Gem::load(P + d * kLanes), ti = Gem::load(Q + d * kLanes);
+            const Vector p = pq + pi, t = tq + ti, inverse = T(1) / (p * t);
+            low = {pq * (inverse * t), pi * (inverse * t)};
+            high = {tq * (inverse * p), ti * (inverse * p)};
+        } else {
+            const Vector zq = Math::all(rows.z[d * rows.ld + q]), Zq = Math::all(rows.Z[d * rows.ld + q]);
+            const Vector zi = Gem::load(z + d * kLanes), Zi = Gem::load(Z + d * kLanes);
+            if constexpr (way == Way::Exponentials) {
+                low = shares(difference(zq, zi) * s.inverse_tau);
+                high = shares(difference(Zi, Zq) * s.inverse_tau);
+            } else {
+                low = hard_shares(zq, zi);
+                high = hard_shares(Zi, Zq);
+            }
+        }
+        Vector slope;
+        if constexpr (kSoft) {
+            const Vector e = Math::exp(side > T(0) ? -side : side);
+            const Vector sigma = (side > T(0) ? Math::all(1) : e) / (T(1) + e);
+            const Vector value = (side > T(0) ? side : Vector{}) + Math::log1p(e);
+            slope = s.inverse_nu[d] * (side < kTail ? Math::all(1) : sigma / value);
+        } else {
+            slope = side > T(0) ? T(1) / side : Vector{};
+        }
+        const Vector r = grad * slope;
+        return {r * low.first, r * high.first, r * low.second, r * high.second};
+    }
+
+    static constexpr T kTail = sizeof(T) == 4 ? T(-80) : T(-700);  // log softplus(s) = s below, to the last place
+    static constexpr T kTiny = sizeof(T) == 4 ? T(1e-9) : T(1e-70), kWide = sizeof(T) == 4 ? T(1e9) : T(1e70);
+
+    template <int N, int kEvery>
+    [[gnu::always_inline]] void multiply_sides(const BoxSettings<T>& s, const BoxRows<T>& rows, int64_t q, int64_t from,
+                                               int64_t to, Vector* product, Ints* exponent) const {
+        const T *pq = rows.P + from * rows.ld + q, *qq = rows.Q + from * rows.ld + q;
+        const Vector factor = Math::all(s.factor);
+        int64_t d = from;
+        for (; d + kEvery <= to; d += kEvery) {
+#pragma GCC unroll 4
+            for (int e = 0; e < kEvery; ++e, pq += rows.ld, qq += rows.ld) {
+                const Vector p = Gem::load(P + (d + e) * kLanes), t = Gem::load(Q + (d + e) * kLanes);
+#pragma GCC unroll 4
+                for (int i = 0; i < N; ++i) product[i] *= Math::log1p(factor / ((pq[i] + p) * (qq[i] + t)));
+            }
+#pragma GCC unroll 4
+            for (int i = 0; i < N; ++i) product[i] = Math::split(product[i], exponent[i]);
+        }
+        for (; d < to; ++d, pq += rows.ld, qq += rows.ld) {
+            const Vector p = Gem::load(P + d * kLanes), t = Gem::load(Q + d * kLanes);
+            for (int i = 0; i < N; ++i)
+                product[i] = Math::split(product[i] * Math::log1p(factor / ((pq[i] + p) * (qq[i] + t))), exponent[i]);
+        }
+    }
+
+    template <int N, int kEvery>
+    void by_products(const BoxSettings<T>& s, const BoxRows<T>& rows, int64_t q, Vector* out) const {
+        Vector product[N];
+        Ints exponent[N] = {};
+#pragma GCC unroll 4
+        for (int i = 0; i < N; ++i) product[i] = Math::all(1);
+        multiply_sides<N, kEvery>(s, rows, q, 0, s.dims, product, exponent);
+        for (int i = 0; i < N; ++i)
+            out[i] = logarithm(product[i], exponent[i]) + s.constant + bad + rows.bounds[q + i].bad;
+    }
+
+    template <int N>
+    void hard(const BoxSettings<T>& s, const BoxRows<T>& rows, int64_t q, Vector* out) const {
+        Vector product[N], least[N];
+        Ints exponent[N] = {};
+#pragma GCC unroll 4
+        for (int i = 0; i < N; ++i) {
+            product[i] = Math::all(1);
+            least[i] = Math::all(Math::kInfinity);
+        }
+        const auto side = [&](int64_t d, int i) __attribute__((always_inline)) {
+            const Vector zq = Math::all(rows.z[d * rows.ld + q + i]), Zq = Math::all(rows.Z[d * rows.ld + q + i]);
+            const Vector zi = Gem::load(z + d * kLanes), Zi = Gem::load(Z + d * kLanes);
+            const Vector w = (Zi < Zq ? Zi : Zq) - (zi > zq ? zi : zq);
+            least[i] = w < least[i] ? w : least[i];
+            product[i] *= w;
+        };
+        int64_t d = 0;
+        for (; d + 4 <= s.dims; d += 4) {
+#pragma GCC unroll 4
+            for (int e = 0; e < 4; ++e)
+#pragma GCC unroll 4
+                for (int i = 0; i < N; ++i) side(d + e, i);
+#pragma GCC unroll 4
+            for (int i = 0; i < N; ++i) product[i] = Math::split(product[i], exponent[i]);
+        }
+        for (; d < s.dims; ++d)
+            for (int i = 0; i < N; ++i) {
+                side(d, i);
+                product[i] = Math::split(product[i], exponent[i]);
+            }
+        for (int i = 0; i < N; ++i) {
+            bool careful = false;
+            const auto tiny = (least[i] > T(0)) & (least[i] < kTiny);
+            for (int64_t l = 0; l < kLanes; ++l) careful = careful || tiny[l];
+            if (careful) {
+                by_logarithms(s, rows, q + i, out + i);
+                continue;
+            }
+            const Vector value = logarithm(product[i], exponent[i]);
+            out[i] = (least[i] > T(0) ? value : Math::all(-Math::kInfinity)) + bad + rows.bounds[q + i].bad;
+        }
+    }
+
+    // a - b, and 0 for equal infinities.
+    [[gnu::always_inline]] static Vector difference(Vector a, Vector b) { return a == b ? Vector{} : a - b; }
+    [[gnu::always_inline]] static Vector magnitude(Vector x) { return x < T(0) ? -x : x; }
+
+    // The weights of two numbers in their (soft) maximum, of difference x: first is that of the larger for x > 0.
+    struct Shares {
+        Vector first, second;
+    };
+    [[gnu::always_inline]] static Shares shares(Vector x) {
+        const Vector e = Math::exp(-magnitude(x)), large = T(1) / (T(1) + e), small = e * large;
+        return {x < T(0) ? small : large, x < T(0) ? large : small};
+    }
+    [[gnu::always_inline]] static Shares hard_shares(Vector a, Vector b) {
+        const Vector first = a > b ? Math::all(1) : a == b ? Math::all(T(0.5)) : Vector{};
+        return {first, T(1) - first};
+    }
+
+    // s of softplus(s), or of relu(s), of row q in dimension d: by factors P and Q, by their exponentials, or hard.
+    template <Way way, bool kSoft>
+    [[gnu::always_inline]] Vector argument(const BoxSettings<T>& s, const BoxRows<T>& rows, int64_t q,
+                                           int64_t d) const {
+        Vector w;
+        if constexpr (way == Way::Factors) {
+            const Vector p = rows.P[d * rows.ld + q] + Gem::load(P + d * kLanes);
+            const Vector t = rows.Q[d * rows.ld + q] + Gem::load(Q + d * kLanes);
+            w = -s.tau * Math::log(p * t) - s.offset;
+        } else {
+            const Vector zq = Math::all(rows.z[d * rows.ld + q]), Zq = Math::all(rows.Z[d * rows.ld + q]);
+            const Vector zi = Gem::load(z + d * kLanes), Zi = Gem::load(Z + d * kLanes);
+            w = (Zq < Zi ? Zq : Zi) - (zq > zi ? zq : zi) - s.offset;
+            if constexpr (way == Way::Exponentials) {
+                const Vector a = Math::exp(-magnitude(difference(zq, zi) * s.inverse_tau));
+                const Vector b = Math::exp(-magnitude(difference(Zq, Zi) * s.inverse_tau));
+                w -= s.tau * Math::log1p(a + b + a * b);
+            }
+        }
+        return kSoft ? w * s.inverse_nu[d] : w;
+    }
+
+    void by_logarithms(const BoxSettings<T>& s, const BoxRows<T>& rows, int64_t q, Vector* out) const {
+        with_way(s, rows, q, [&]<Way way, bool kSoft>() { by_logarithms_of<way, kSoft>(s, rows, q, out); });
+    }
+
+    template <class F>
+    void with_way(const BoxSettings<T>& s, const BoxRows<T>& rows, int64_t q, const F& f) const {
+        const auto of = [&]<Way way>() {
+            s.soft ? f.template operator()<way, true>() : f.template operator()<way, false>();
+        };
+        if (!s.gumbel) return of.template operator()<Way::Hard>();
+        factors(s, rows, q) ? of.template operator()<Way::Factors>() : of.template operator()<Way::Exponentials>();
+    }
+
+    template <Way way, bool kSoft>
+    void by_logarithms_of(const BoxSettings<T>& s, const BoxRows<T>& rows, int64_t q, Vector* out) const {
+        constexpr T kNormal = sizeof(T) == 4 ? T(1.17549435e-38) : T(2.2250738585072014e-308);
+        Vector product = Math::all(1), sum{};
+        Ints exponent{};
+        // In two loops: the chain of both would leave too few dimensions in flight.
+        constexpr int64_t kStep = 16;
+        Vector arguments[kStep];
+        for (int64_t start = 0; start < s.dims; start += kStep) {
+            const int64_t count = std::min(kStep, s.dims - start);
+            for (int64_t i = 0; i < count; ++i) {
+                arguments[i] = argument<way, kSoft>(s, rows, q, start + i);
+            }
+            for (int64_t i = 0; i < count; ++i) {
+                const Vector x = arguments[i];
+                Vector side;
+                if constexpr (kSoft) {
+                    const auto usual = (x >= kTail) & (x < Math::kInfinity);
+                    sum += usual ? Vector{} : x;
+                    side = (x > T(0) ? x : Vector{}) + Math::log1p(Math::exp(-magnitude(x)));
+                    side = usual ? side : Math::all(1);
+                } else {
+                    const auto usual = (x > T(0)) & (x < Math::kInfinity);
+                    sum += usual ? Vector{} : x > T(0) ? x : Math::all(-Math::kInfinity);
+                    side = usual ? (x > kNormal ? x : Math::all(kNormal)) : Math::all(1);
+                }
+                product = Math::split(product * side, exponent);
+            }
+        }
+        *out = logarithm(product, exponent) + sum + s.constant + bad + rows.bounds[q].bad;
+    }
+};
+
+}  // namespace pyops::PYOPS_ISA
