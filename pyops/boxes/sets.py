@@ -60,7 +60,7 @@ def log_volume(
     ======  =================================  =====================================================
     gumbel  nu softplus((w - 2 gamma tau)/nu)  log side has the slope 1 / nu
     soft    nu softplus(w / nu)                the same
-    hard    max(w, 0)                          -inf, gradient 0
+    hard    max(w, 0)                          -inf; the gradient of all dimensions is 0
     bessel  2 tau K0(2 exp(-w / (2 tau)))      falls doubly exponentially; where the exponential leaves
                                                the dtype (w < -160 tau, float64 -1400 tau) it stays
     ======  =================================  =====================================================
@@ -196,7 +196,7 @@ def _boxes(name: str, boxes: Sequence[Pair] | dict[str, Pair], single: bool = Fa
 
 def _log_volume(box: Pair, volume: Volume) -> Tensor:
     kind, tau, nu, offset = volume
-    return reference.log_sides(*box, kind, tau, nu, offset).sum(-1)
+    return reference.log_volume(*box, kind, tau, nu, offset)
 
 
 def _joint(boxes: Sequence[Pair], volume: Volume) -> Tensor:

@@ -84,9 +84,9 @@ def pairwise_log_volume(
             (AND NOT): volume(q) - volume(q and a) for one, inclusion-exclusion for more.
 
     Returns:
-        [*query dimensions, *item dimensions] in float32 (float64 for float64). -inf where the volume is 0: by
-        hard sides, or where nothing remains of a difference; the gradient is 0 in a dimension whose hard side
-        is 0, and through a difference of which nothing remains. Boxes far apart have finite soft and Gumbel
+        [*query dimensions, *item dimensions] in float32 (float64 for float64). -inf with
+        gradient 0 where the volume is 0: hard boxes that do not meet, also those that touch, or a difference
+        of which nothing remains. Boxes far apart have finite soft and Gumbel
         volumes with slope 1 / nu. Equal corners share the gradient of a maximum equally. D = 0 gives 0. NaN
         stays with its query and its item. Backward mode only; second derivatives raise RuntimeError
         (:func:`pyops.boxes.log_volume` has them), except with ``"bessel"``. No gradient reaches temperatures.
@@ -411,7 +411,7 @@ def _bessel(queries: Pair, items: Pair, volume: Volume) -> Tensor:
 
     def some(qz: Tensor, qZ: Tensor) -> Tensor:
         z, Z = reference.intersection([(qz.unsqueeze(1), qZ.unsqueeze(1)), (iz, iZ)], volume.tau)
-        return reference.log_sides(z, Z, volume.kind, volume.tau, volume.nu, volume.offset).sum(-1)
+        return reference.log_volume(z, Z, volume.kind, volume.tau, volume.nu, volume.offset)
 
     parts = [
         checkpoint(some, qz[rows], qZ[rows], use_reentrant=False)

@@ -39,12 +39,18 @@ def log_softplus(x: Tensor) -> Tensor:
     return torch.where(tail, x, F.softplus(torch.where(tail, 0.0, x), threshold=40.0).log())
 
 
-def log_side(w: Tensor, nu: float | Tensor) -> Tensor:
-    """log(nu softplus(w / nu)); for nu = 0 log relu(w), which is -inf with gradient 0 where w <= 0."""
+def no_volume(w: Tensor) -> Tensor:
+    """[..., 1]: whether a hard box with sides w is empty."""
+    return (w <= 0).any(-1, keepdim=True) & ~w.isnan().any(-1, keepdim=True)
+
+
+def log_softplus_volume(w: Tensor, nu: float | Tensor) -> Tensor:
+    """sum_d log(nu softplus(w_d / nu)); for nu = 0 sum_d log relu(w_d), where -inf has gradient 0."""
     if not isinstance(nu, Tensor) and nu == 0:
-        empty = w <= 0
-        return torch.where(empty, -math.inf, torch.where(empty, 1.0, w).log())
-    return log_softplus(w / nu) + (nu.log() if isinstance(nu, Tensor) else math.log(nu))
+        empty = no_volume(w)
+        logs = torch.where(empty, 1.0, w).log().sum(-1)
+        return torch.where(empty.squeeze(-1), -math.inf, logs)
+    return (log_softplus(w / nu) + (nu.log() if isinstance(nu, Tensor) else math.log(nu))).sum(-1)
 
 
 class _BesselRatio(torch.autograd.Function):
@@ -100,11 +106,13 @@ def log_bessel_side(w: Tensor, tau: float | Tensor) -> Tensor:
     return torch.where(wide, line, k0) + scale
 
 
-def log_sides(
+def log_volume(
     z: Tensor, Z: Tensor, kind: str, tau: float | Tensor, nu: float | Tensor, offset: float | Tensor
 ) -> Tensor:
-    """Logarithms of the sides of boxes; kind "bessel" is the exact one."""
-    return log_bessel_side(Z - z, tau) if kind == "bessel" else log_side(Z - z - offset, nu)
+    """Log volumes of boxes; kind "bessel" is the exact one."""
+    if kind == "bessel":
+        return log_bessel_side(Z - z, tau).sum(-1)
+    return log_softplus_volume(Z - z - offset, nu)
 
 
 def smooth_max(xs: Sequence[Tensor], tau: float | Tensor) -> Tensor:
@@ -143,12 +151,12 @@ def signed_log_sum(logs: Tensor, signs: Tensor, dim: int = 0) -> Tensor:
     return log_difference(plus, minus)
 
 
-def conditional(log_volume: Tensor, of_condition: Tensor) -> Tensor:
+def conditional(log_joint: Tensor, of_condition: Tensor) -> Tensor:
     """log(volume / volume of the condition) <= 0: rounding above 0 is cut, its gradient is kept.
 
     -inf where the volume is 0, also for a condition of volume 0.
     """
-    found = torch.where(log_volume == -math.inf, log_volume, log_volume - of_condition)
+    found = torch.where(log_joint == -math.inf, log_joint, log_joint - of_condition)
     return found - found.detach().clamp(min=0)
 
 
@@ -183,9 +191,9 @@ def overlap(corners: Sequence[Tensor], tau: float, offset: float) -> Tensor:
 
 
 def slope(w: Tensor, nu: float | Tensor) -> Tensor:
-    """The derivative of ``log_side``: sigmoid(x) / (nu softplus(x)), 1 / nu far below 0."""
+    """The derivative of ``log_softplus_volume``: sigmoid(x) / (nu softplus(x)), 1 / nu far below 0."""
     if not isinstance(nu, Tensor) and nu == 0:
-        return torch.where(w <= 0, 0.0, 1 / w)
+        return torch.where(no_volume(w), 0.0, 1 / w)
     x = w / nu
     inner = torch.where(x < LINEAR, 0.0, x)
     return torch.where(x < LINEAR, 1.0, torch.sigmoid(inner) / F.softplus(inner, threshold=40.0)) / nu
@@ -220,7 +228,7 @@ def box_log_volumes(qz, qZ, iz, iZ, tau, nu, offset, nus):
     out = qz.new_empty(qz.shape[0], iz.shape[0])
     for rows in chunks(qz.shape[0], iz.numel()):
         w = overlap((qz[rows].unsqueeze(1), qZ[rows].unsqueeze(1), iz, iZ), tau, offset)
-        out[rows] = log_side(w, nu).sum(-1)
+        out[rows] = log_softplus_volume(w, nu)
     return out
 
 
@@ -274,7 +282,7 @@ def box_sampled(qz, qZ, iz, iZ, query_index, item_index, tau, nu, offset):
     out = qz.new_empty(item_index.shape, dtype=working_dtype(qz))
     for rows in chunks(item_index.shape[0], item_index.shape[1] * iz.shape[1]):
         corners = _gathered(rows, tables, query_index, item_index)
-        out[rows] = log_side(overlap(corners, tau, offset), nu).sum(-1)
+        out[rows] = log_softplus_volume(overlap(corners, tau, offset), nu)
     return out
 
 

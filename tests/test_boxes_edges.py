@@ -1,0 +1,379 @@
+"""Edges of pairwise box volumes: far tails, infinite and inverted corners, ties, NaN, sizes, memory."""
+
+import math
+
+import boxes_oracle as oracle
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from suite import ALL_DTYPES, assert_same_bits
+
+from pyops import boxes
+from pyops.boxes import pairwise_containment, pairwise_log_volume, sampled_scores
+
+F64, F32 = torch.float64, torch.float32
+MODES = [(0.1, 0.1), (0.1, 0.4), (0.3, 0.1), (0.0, 0.2), (0.2, 0.0), (0.0, 0.0), (0.01, 0.01)]
+modes = pytest.mark.parametrize(("tau", "nu"), MODES, ids=lambda v: f"{v:g}")
+dtypes = pytest.mark.parametrize("dtype", ALL_DTYPES, ids=lambda d: str(d).removeprefix("torch."))
+GRADIENT_GATE = {F64: 1e-11, F32: 1e-5, torch.bfloat16: 8e-3, torch.float16: 2e-3}
+
+
+def temperatures(tau, nu):
+    return {"intersection_temperature": tau, "volume_temperature": nu}
+
+
+def assert_near(found, wanted, gate):
+    """Equal to rounding of the largest entry: where a corner is infinite, a kernel may go another way."""
+    assert found.shape == wanted.shape and torch.equal(found.isfinite(), wanted.isfinite())
+    assert torch.equal(found[found.isinf()], wanted[wanted.isinf()])
+    finite = wanted.isfinite()
+    if finite.any():
+        largest = wanted[finite].double().abs().max()
+        assert ((found[finite].double() - wanted[finite].double()).abs() <= gate * largest).all()
+
+
+def check(queries, items, tau, nu, gradients=True):
+    """Volumes elementwise and gradients against autograd of the oracle, for boxes of one dtype."""
+    inputs = [t.clone().requires_grad_() for t in (*queries, *items)]
+    exact = [t.detach().double().requires_grad_() for t in inputs]
+    dtype, dim = inputs[0].dtype, inputs[0].shape[1]
+    found = pairwise_log_volume(inputs[:2], inputs[2:], **temperatures(tau, nu))
+    wanted = oracle.pairwise(*exact, tau, nu)
+    slack, gate = 0.0, GRADIENT_GATE[dtype]
+    if nu == 0 < tau and wanted.numel() and dim:
+        amplified = 4 * (1.1e-16 if dtype == F64 else 6e-8) * oracle.condition(*exact, tau).detach()
+        slack, gate = amplified.sum(-1), gate + amplified.max().item()
+    oracle.assert_log_volumes(found.detach(), wanted.detach(), dtype, dim, slack)
+    assert found.dtype == (F64 if dtype == F64 else F32)
+    if gradients and wanted.numel() and dim:
+        seed = torch.randn(wanted.shape, dtype=F64).to(found.dtype)
+        pairs = (torch.autograd.grad(r, i, seed.to(r.dtype)) for r, i in ((found, inputs), (wanted, exact)))
+        oracle.assert_gradients(*pairs, gate)
+    return found.detach()
+
+
+# Sizes and tiles
+
+
+@modes
+@dtypes
+def test_sizes(tau, nu, dtype):
+    """Around vector and tile sizes, one of queries, items and dimensions at a time."""
+    for queries, items, dim in (
+        *((n, 5, 6) for n in (1, 2, 3, 4, 7, 8, 17, 33)),
+        *((5, n, 6) for n in (1, 2, 3, 15, 16, 17, 31, 33, 64, 65, 130)),
+        *((3, 18, n) for n in (1, 2, 3, 7, 8, 9, 15, 16, 17, 31, 32, 33, 63, 64, 65, 129, 200)),
+    ):
+        check(oracle.boxes(queries, dim, dtype=dtype), oracle.boxes(items, dim, dtype=dtype), tau, nu)
+
+
+@settings(max_examples=80, deadline=None)
+@given(
+    sizes=st.tuples(st.integers(0, 40), st.integers(0, 70), st.integers(0, 40)),
+    mode=st.sampled_from(MODES),
+    dtype=st.sampled_from(ALL_DTYPES),
+    spread=st.sampled_from([0.01, 1.0, 30.0]),
+    seed=st.integers(0, 10**6),
+)
+def test_sizes_of_any_kind(sizes, mode, dtype, spread, seed):
+    torch.manual_seed(seed)
+    queries, items, dim = sizes
+    check(
+        oracle.boxes(queries, dim, dtype=dtype, spread=spread),
+        oracle.boxes(items, dim, dtype=dtype, spread=spread),
+        *mode,
+    )
+
+
+@modes
+def test_sizes_of_many_dimensions(tau, nu):
+    """Sums over thousands of dimensions keep the gate, and underflow as volumes but not as logarithms."""
+    for dim in (512, 1024, 4096):
+        logs = check(oracle.boxes(3, dim, dtype=F32), oracle.boxes(5, dim, dtype=F32), tau, nu)
+        if nu > 0:
+            assert logs.isfinite().all()
+    half = boxes.Box(torch.zeros(1, 512), torch.full((1, 512), 0.5))
+    logs = pairwise_log_volume(half, half, **temperatures(0.0, 0.0))
+    assert abs(logs.item() + 512 * math.log(2)) < 1e-3 and logs.exp() == 0
+
+
+@modes
+def test_sizes_of_no_dimension(tau, nu):
+    """An empty product: volume 1."""
+    empty = torch.zeros(3, 0), torch.ones(3, 0)
+    many = torch.zeros(5, 0, requires_grad=True), torch.ones(5, 0, requires_grad=True)
+    logs = pairwise_log_volume(empty, many, **temperatures(tau, nu))
+    assert torch.equal(logs, torch.zeros(3, 5))
+    assert torch.autograd.grad(logs.sum(), many[0])[0].shape == (5, 0)
+    assert torch.equal(pairwise_containment(empty, many, **temperatures(tau, nu)), torch.zeros(3, 5))
+    q, i = torch.tensor([0, 2]), torch.tensor([[0, 1], [4, 4]])
+    assert torch.equal(sampled_scores(empty, many, q, i, **temperatures(tau, nu)), torch.zeros(2, 2))
+
+
+def test_sizes_of_leading_dimensions():
+    queries, items = oracle.boxes(2, 3, 1, 5), oracle.boxes(4, 6, 5)
+    logs = pairwise_log_volume(queries, items, **temperatures(0.1, 0.2))
+    flat = [(z.flatten(0, -2), Z.flatten(0, -2)) for z, Z in (queries, items)]
+    wanted = pairwise_log_volume(*flat, **temperatures(0.1, 0.2))
+    assert logs.shape == (2, 3, 1, 4, 6)
+    assert torch.equal(logs.view(6, 24), wanted)
+    one = queries[0][0, 0, 0], queries[1][0, 0, 0]
+    assert pairwise_log_volume(one, one, **temperatures(0.1, 0.2)).shape == ()
+    conjuncts = [queries, (queries[0][:, :1], queries[1][:, :1]), one]
+    composed = pairwise_log_volume(conjuncts, items, without=[one], **temperatures(0.1, 0.2))
+    assert composed.shape == (2, 3, 1, 4, 6)
+    # ``without`` alone may widen the queries
+    wide = pairwise_log_volume(one, items, without=queries, **temperatures(0.1, 0.2))
+    assert wide.shape == (2, 3, 1, 4, 6)
+
+
+# Far apart
+
+
+@pytest.mark.parametrize("dtype", [F64, F32], ids=["float64", "float32"])
+@pytest.mark.parametrize(("tau", "nu"), [m for m in MODES if m[1] > 0], ids=lambda v: f"{v:g}")
+@pytest.mark.parametrize("distance", [5, 30, 100, 1000, 1e5])
+def test_tails_of_disjoint_boxes(tau, nu, distance, dtype):
+    """Finite, on the line (w - 2 gamma tau) / nu + log nu, with the slope 1 / nu in every dimension."""
+    dim, unit = 3, max(tau, nu)
+    gap = distance * unit
+    z = torch.arange(dim, dtype=F64) * 0.1
+    queries = [t.to(dtype).unsqueeze(0).requires_grad_() for t in (z, z + 1)]
+    items = [t.to(dtype).unsqueeze(0).requires_grad_() for t in (z + 1 + gap, z + 2 + gap)]
+    check([t.detach() for t in queries], [t.detach() for t in items], tau, nu)
+    logs = pairwise_log_volume(queries, items, **temperatures(tau, nu))
+    grads = torch.autograd.grad(logs, (*queries, *items))
+    assert all(g.isfinite().all() for g in grads)
+    if distance >= 1000:
+        # w = Z_query - z_item: these two corners alone matter
+        slope = torch.full((1, dim), 1 / nu, dtype=dtype)
+        for found, sign in ((grads[1], 1), (grads[2], -1)):
+            assert ((found - sign * slope).abs() <= 1e-5 / nu).all()
+        assert (grads[0].abs() <= 1e-5 / nu).all() and (grads[3].abs() <= 1e-5 / nu).all()
+
+
+@pytest.mark.parametrize("dtype", [F64, F32], ids=["float64", "float32"])
+def test_tails_with_a_slope_per_dimension(dtype):
+    nus = torch.tensor([0.05, 0.1, 0.7], dtype=dtype)
+    z = torch.zeros(1, 3, dtype=dtype)
+    Z = (z + 1).requires_grad_()
+    items = (z + 300, z + 301)
+    logs = pairwise_log_volume((z, Z), items, intersection_temperature=0.1, volume_temperature=nus)
+    (grad,) = torch.autograd.grad(logs, Z)
+    assert ((grad * nus - 1).abs() <= 1e-5).all()
+    wanted = oracle.pairwise(*(t.detach().double() for t in (z, Z, *items)), 0.1, nus.double())
+    oracle.assert_log_volumes(logs.detach(), wanted, dtype, 3)
+
+
+@pytest.mark.parametrize("tau", [1.0, 0.1, 0.05, 0.02, 0.01, 1e-3, 1e-6, 1e-12, 1e-30])
+def test_tails_of_small_temperatures(tau):
+    """No overflow on the way: the same gate at every temperature, and tau -> 0 tends to the hard volume."""
+    for dtype in (F32, F64):
+        queries, items = oracle.boxes(6, 16, dtype=dtype), oracle.boxes(11, 16, dtype=dtype)
+        if tau >= 1e-12 or dtype == F64:
+            check(queries, items, tau, tau)
+        check(queries, items, tau, 0.1)
+        check(queries, items, tau, 0.0)
+    hard = pairwise_log_volume(queries, items, **temperatures(0.0, 0.0))
+    near = pairwise_log_volume(queries, items, **temperatures(1e-12, 0.0))
+    meet = hard > -50
+    assert ((hard - near)[meet].abs() <= 1e-6).all()
+
+
+def test_tails_of_large_coordinates():
+    """Translation far from the origin costs no more than the rounding of the corners."""
+    queries, items = oracle.boxes(6, 8, dtype=F32), oracle.boxes(9, 8, dtype=F32)
+    for shift in (1e3, 1e5, -1e6):
+        moved = [tuple((t + shift) for t in box) for box in (queries, items)]
+        check(*moved, 0.1, 0.1)
+        check(*moved, 0.0, 0.0)
+
+
+# Hard sides
+
+
+@pytest.mark.parametrize("tau", [0.0, 0.2])
+def test_disjoint_hard_boxes(tau):
+    """Volume 0, logarithm -inf, gradient 0, also of the dimensions that do meet; touching boxes alike."""
+    z, Z = torch.zeros(1, 2), torch.ones(1, 2)
+    items = (
+        torch.tensor([[5.0, 0.0], [1.0, 0.0], [0.5, 0.5]]),
+        torch.tensor([[6.0, 1.0], [2.0, 1.0], [2.0, 2.0]]),
+    )
+    inputs = [t.clone().requires_grad_() for t in (z, Z, *items)]
+    logs = pairwise_log_volume(inputs[:2], inputs[2:], **temperatures(tau, 0.0))
+    assert logs[0, 0] == logs[0, 1] == -math.inf
+    assert logs[0, 2].isfinite()
+    grads = torch.autograd.grad(logs.sum(), inputs)
+    assert all(g.isfinite().all() for g in grads)
+    assert (grads[2][:2] == 0).all() and (grads[3][:2] == 0).all() and (grads[2][2] != 0).all()
+
+
+def test_inverted_boxes():
+    """Legal locations for Gumbel boxes, empty for hard ones; both orders of a pair."""
+    queries = oracle.boxes(4, 3)
+    inverted = queries[1], queries[0]
+    items = oracle.boxes(5, 3)
+    for tau, nu in MODES:
+        check(inverted, items, tau, nu)
+    hard = pairwise_log_volume(inverted, items, **temperatures(0.0, 0.0))
+    assert (hard == -math.inf).all()
+    assert pairwise_log_volume(inverted, items, **temperatures(0.1, 0.1)).isfinite().all()
+
+
+def test_identical_boxes():
+    """Gumbel self-intersections shrink by 2 tau log 2 per side; hard ones do not."""
+    a = boxes.Box(torch.zeros(1, 2, dtype=F64), torch.full((1, 2), 20.0, dtype=F64))
+    assert pairwise_containment(a, a, **temperatures(0.0, 0.0)).item() == 0
+    tau = 0.5
+    side = 20 - 2 * oracle.GAMMA * tau
+    wanted = 2 * math.log((side - 2 * tau * math.log(2)) / side)
+    assert abs(pairwise_containment(a, a, **temperatures(tau, tau)).item() - wanted) < 1e-12
+
+
+@modes
+def test_ties_share_the_gradient(tau, nu):
+    """Equal corners: half for each, as torch.maximum has it, for every temperature."""
+    a = [t.requires_grad_() for t in (torch.zeros(1, 3), torch.ones(1, 3))]
+    b = [t.detach().clone().requires_grad_() for t in a]
+    grads = torch.autograd.grad(pairwise_log_volume(a, b, **temperatures(tau, nu)).sum(), (*a, *b))
+    for x, y in zip(grads[:2], grads[2:], strict=True):
+        assert torch.equal(x, y) and (x != 0).all()
+
+
+# Infinities and NaN
+
+
+@modes
+@dtypes
+def test_infinite_corners_are_unconstrained(tau, nu, dtype):
+    """z = -inf and Z = inf of one box leave the other; of both, the side and its logarithm are infinite."""
+    queries, items = oracle.boxes(4, 5, dtype=dtype), oracle.boxes(6, 5, dtype=dtype)
+    free_z, free_Z = queries[0].clone(), queries[1].clone()
+    free_z[1], free_Z[1] = -math.inf, math.inf
+    free_z[2, 3], free_Z[3, 0] = -math.inf, math.inf
+    logs = check((free_z, free_Z), items, tau, nu, gradients=False)
+    wanted = oracle.log_volume([t.double() for t in items], tau, nu)
+    oracle.assert_log_volumes(logs[1], wanted, dtype, 5)
+    inputs = [t.requires_grad_() for t in (free_z, free_Z, *(t.clone() for t in items))]
+    found = pairwise_log_volume(inputs[:2], inputs[2:], **temperatures(tau, nu))
+    grads = torch.autograd.grad(found.sum(), inputs)
+    assert all(g.isfinite().all() for g in grads)
+    assert (grads[0][1] == 0).all() and (grads[1][1] == 0).all()
+    both = pairwise_log_volume(
+        (free_z[1:2], free_Z[1:2]), (free_z[1:2], free_Z[1:2]), **temperatures(tau, nu)
+    )
+    assert both.item() == math.inf
+
+
+@modes
+@pytest.mark.parametrize("dtype", [F64, F32, torch.bfloat16], ids=["float64", "float32", "bfloat16"])
+def test_infinite_corners_that_exclude(tau, nu, dtype):
+    """z = +inf or Z = -inf: nothing is inside."""
+    queries, items = oracle.boxes(3, 4, dtype=dtype), oracle.boxes(5, 4, dtype=dtype)
+    queries[0][0, 1], queries[1][1, 2] = math.inf, -math.inf
+    logs = pairwise_log_volume(queries, items, **temperatures(tau, nu))
+    assert (logs[:2] == -math.inf).all()
+    rest = pairwise_log_volume([t[2:] for t in queries], items, **temperatures(tau, nu))
+    assert_near(logs[2:], rest, 1e-12 if dtype == F64 else 4e-6)
+
+
+@modes
+@dtypes
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+def test_nan_stays_in_its_row_or_column(tau, nu, dtype, value):
+    queries, items = oracle.boxes(9, 6, dtype=dtype), oracle.boxes(21, 6, dtype=dtype)
+    options = temperatures(tau, nu)
+    clean = pairwise_log_volume(queries, items, **options)
+    seed = torch.randn(clean.shape).to(clean.dtype)
+
+    def gradients(queries, items):
+        inputs = [t.clone().requires_grad_() for t in (*queries, *items)]
+        return torch.autograd.grad(pairwise_log_volume(inputs[:2], inputs[2:], **options), inputs, seed)
+
+    clean_grads = gradients(queries, items)
+    gate = 1e-12 if dtype == F64 else 2e-6
+    grad_gate = 2 * GRADIENT_GATE[dtype] * (100 if nu == 0 < tau else 1)  # 1 / w of small w
+    for corner in range(4):
+        box, row = (queries, 4) if corner < 2 else (items, 17)
+        dirty = [[t.clone() for t in queries], [t.clone() for t in items]]
+        dirty[corner // 2][corner % 2][row, 3] = value
+        logs = pairwise_log_volume(*dirty, **options)
+        others = [n for n in range(len(box[0])) if n != row]
+        hit, kept = (logs[row], logs[others]) if corner < 2 else (logs[:, row], logs[:, others])
+        wanted = clean[others] if corner < 2 else clean[:, others]
+        if math.isnan(value):
+            assert hit.isnan().all()
+        assert_near(kept, wanted, 4 * gate)
+        grads = gradients(*dirty)
+        own = (0, 1) if corner < 2 else (2, 3)
+        for n in own:  # of the side that holds the value, the other rows do not see it
+            assert_near(grads[n][others], clean_grads[n][others], grad_gate)
+        if math.isnan(value):
+            assert any(grads[n][row].isnan().any() for n in own)
+
+
+def test_nan_in_a_gradient_stays_in_its_row_and_column():
+    queries, items = oracle.boxes(4, 3), oracle.boxes(5, 3)
+    inputs = [t.clone().requires_grad_() for t in (*queries, *items)]
+    logs = pairwise_log_volume(inputs[:2], inputs[2:], **temperatures(0.1, 0.1))
+    seed = torch.ones_like(logs)
+    seed[1, 2] = math.nan
+    grads = torch.autograd.grad(logs, inputs, seed)
+    for grad, row in zip(grads, (1, 1, 2, 2), strict=True):
+        assert grad[row].isnan().all()
+        assert grad[[n for n in range(len(grad)) if n != row]].isfinite().all()
+
+
+# Dtypes and layouts
+
+
+def test_mixed_dtypes_promote():
+    queries, items = oracle.boxes(3, 4, dtype=torch.bfloat16), oracle.boxes(5, 4, dtype=F32)
+    options = temperatures(0.1, 0.1)
+    logs = pairwise_log_volume(queries, items, **options)
+    wide = [t.float() for t in queries]
+    assert_same_bits(logs, pairwise_log_volume(wide, items, **options), "bfloat16 with float32")
+    assert pairwise_log_volume(queries, [t.double() for t in items], **options).dtype == F64
+    mixed = queries[0].float(), queries[1]
+    assert_same_bits(pairwise_log_volume(mixed, items, **options), logs, "z and Z of two dtypes")
+    halves = [t.half() for t in items]
+    assert pairwise_log_volume(queries, halves, **options).dtype == F32
+
+
+def test_stacked_and_concatenated_corners_are_views():
+    t, options = torch.rand(6, 2, 4), temperatures(0.1, 0.1)
+    t[:, 1] += 1
+    stacked = boxes.Box.stacked(t)
+    joined = boxes.Box.concatenated(t.reshape(6, 8))
+    assert stacked.z.data_ptr() == t.data_ptr() and stacked.Z.stride() == (8, 1)
+    plain = boxes.Box(t[:, 0].contiguous(), t[:, 1].contiguous())
+    wanted = pairwise_log_volume(plain, plain, **options)
+    for box in (stacked, joined):
+        assert_same_bits(pairwise_log_volume(box, box, **options), wanted, "layout")
+
+
+@pytest.mark.parametrize("backward", [False, True])
+def test_memory(backward):
+    """No cube: far less than queries x items x dimensions is held (measured by the largest tensor)."""
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    largest = 0
+
+    class Watch(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            nonlocal largest
+            out = func(*args, **(kwargs or {}))
+            for t in out if isinstance(out, tuple | list) else [out]:
+                if isinstance(t, torch.Tensor):
+                    largest = max(largest, t.untyped_storage().nbytes())
+            return out
+
+    queries, items = oracle.boxes(300, 64, dtype=F32), oracle.boxes(400, 64, dtype=F32)
+    inputs = [t.requires_grad_(backward) for t in (*queries, *items)]
+    with Watch():
+        logs = pairwise_log_volume(inputs[:2], inputs[2:], **temperatures(0.1, 0.1))
+        if backward:
+            logs.sum().backward()
+    assert largest <= 300 * 400 * 64 * 4 / 8
