@@ -17,6 +17,7 @@
 #include "common/isa.h"
 #include "linear_attention/linear_attention_amx.h"
 #include "linear_attention/linear_attention_chunk.h"
+#include "linear_attention/linear_attention_values.h"
 
 namespace pyops::PYOPS_ISA {
 namespace {
@@ -47,7 +48,7 @@ struct Segments {
     int64_t count = 1, tokens = 0;
 };
 
-// Every `group` heads go to one thread. The delta rule is not cut: its state goes through a K x K matrix per segment.
+// Every `group` heads go to one thread. The delta rule is not cut (linear_attention_values.h has its threads).
 Segments cut(const LinearAttention& p, int64_t group, int64_t chunk, int threads) {
     const int64_t tokens = longest(p), units = p.sequences * (p.value_heads / group);
     if (p.delta || units == 0 || units >= threads || tokens <= 4 * chunk) return {1, tokens};
@@ -493,13 +494,25 @@ void linear_attention(const LinearAttention& problem, const AttentionView& o, co
         step.initial_state = state;
         return step_all(step, problem.initial_state, o, threads);
     }
-    with_chunk(problem,
-               [&](auto* chunk) { Walk<std::remove_pointer_t<decltype(chunk)>>::forward(problem, o, state, threads); });
+    with_chunk(problem, [&](auto* chunk) {
+        using W = Walk<std::remove_pointer_t<decltype(chunk)>>;
+        const ValueBlocks blocks = value_blocks(problem, threads);
+        if (blocks.count == 1) return W::forward(problem, o, state, threads);
+        forward_by_values(problem, blocks, o, state,
+                          [](const LinearAttention& p, const AttentionView& of_o, const AttentionView& of_state) {
+                              W::forward(p, of_o, of_state, 1);
+                          });
+    });
 }
 
 void linear_attention_backward(const LinearAttention& problem, const LinearAttentionGradients& gradients, int threads) {
     with_chunk(problem, [&](auto* chunk) {
-        Walk<std::remove_pointer_t<decltype(chunk)>>::backward(problem, gradients, threads);
+        using W = Walk<std::remove_pointer_t<decltype(chunk)>>;
+        const ValueBlocks blocks = value_blocks(problem, threads);
+        if (blocks.count == 1) return W::backward(problem, gradients, threads);
+        backward_by_values<typename W::T>(
+            problem, blocks, gradients,
+            [](const LinearAttention& p, const LinearAttentionGradients& d) { W::backward(p, d, 1); });
     });
 }
 
