@@ -259,3 +259,35 @@ def test_normalized_carries_its_state():
     second, state = pyops.linear_attention(**rest, initial_state=state, **options)
     assert_equal((torch.cat([first, second], 1), *state), (o, s, z), "two parts")
     assert z.shape == (2, 4, 5) and z.is_contiguous() and s.is_contiguous()
+
+
+@torch.no_grad()
+def wide_delta(gate, values, heads, dtype=torch.float64):
+    """A delta rule with one key head, whose value channels are what threads can share."""
+    generator = torch.Generator().manual_seed(values)
+    q, k = torch.randn(2, 1, 75, 1, 40, generator=generator, dtype=dtype)
+    v, beta = torch.randn(1, 75, heads, values, generator=generator, dtype=dtype), torch.rand(1, 75, heads)
+    g = -torch.rand(1, 75, heads, *([40] if gate == "vector" else []), dtype=dtype)
+    state = torch.randn(1, heads, 40, values, generator=generator, dtype=dtype)
+    inputs = {"q": q, "k": torch.nn.functional.normalize(k, dim=-1), "v": v, "beta": beta.to(dtype)}
+    return inputs | {"initial_state": state} | ({} if gate is None else {"g": g})
+
+
+def test_threads_share_value_channels():
+    before = torch.get_num_threads()
+    try:
+        for gate, values, heads in itertools.product((None, "scalar", "vector"), (64, 65, 130), (1, 2)):
+            results = []
+            for threads in (1, 2, 4):
+                torch.set_num_threads(threads)
+                inputs = {
+                    name: t.clone().requires_grad_() for name, t in wide_delta(gate, values, heads).items()
+                }
+                o, state = pyops.linear_attention(**inputs, output_final_state=True)
+                (o.sin().sum() + state.cos().sum()).backward()
+                results.append([o.detach(), state.detach(), *(t.grad for t in inputs.values())])
+            for other in results[1:]:
+                for got, wanted in zip(other, results[0], strict=True):
+                    assert_close(got, wanted, 1e-13, f"{gate}, {values} values, {heads} heads")
+    finally:
+        torch.set_num_threads(before)
