@@ -266,10 +266,13 @@ def wide_delta(gate, values, heads, dtype=torch.float64):
     """A delta rule with one key head, whose value channels are what threads can share."""
     generator = torch.Generator().manual_seed(values)
     q, k = torch.randn(2, 1, 75, 1, 40, generator=generator, dtype=dtype)
-    v, beta = torch.randn(1, 75, heads, values, generator=generator, dtype=dtype), torch.rand(1, 75, heads)
-    g = -torch.rand(1, 75, heads, *([40] if gate == "vector" else []), dtype=dtype)
+    v, beta = (
+        torch.randn(1, 75, heads, values, generator=generator, dtype=dtype),
+        torch.rand(1, 75, heads, generator=generator, dtype=dtype),
+    )
+    g = -torch.rand(1, 75, heads, *([40] if gate == "vector" else []), generator=generator, dtype=dtype)
     state = torch.randn(1, heads, 40, values, generator=generator, dtype=dtype)
-    inputs = {"q": q, "k": torch.nn.functional.normalize(k, dim=-1), "v": v, "beta": beta.to(dtype)}
+    inputs = {"q": q, "k": torch.nn.functional.normalize(k, dim=-1), "v": v, "beta": beta}
     return inputs | {"initial_state": state} | ({} if gate is None else {"g": g})
 
 
