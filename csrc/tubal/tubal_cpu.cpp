@@ -54,6 +54,18 @@ struct Layout {
     }
 };
 
+// Of A, of B and back; A and B share one without matrices.
+template <class T>
+struct Transforms {
+    TubeTransform<T> forward, back;
+    Transforms(const TubalProduct& p, Pieces& pieces)
+        : forward(p.tubes, nullptr, false, pieces), back(p.tubes, static_cast<const T*>(p.inverse), true, pieces) {}
+    void prepare(T* t) {
+        forward.prepare(t);
+        back.prepare(t);
+    }
+};
+
 // What one thread needs for itself.
 template <class T>
 struct Own {
@@ -62,10 +74,10 @@ struct Own {
     T *panel, *panel_imag, *panel_sum;  // of B
     T *first, *second, *third;          // products
     T* sum;                             // Ar + Ai
-    Own(const TubalProduct& p, Pieces& pieces) {
+    Own(const TubalProduct& p, const Transforms<T>& transforms, Pieces& pieces) {
         const int64_t block = TubeTransform<T>::rows(p.tubes) * kBlock, depth = std::min(p.inner, kDepth);
         x = pieces.take<T>(block);
-        t = pieces.take<T>(std::max(block, TubeTransform<T>::scratch_rows(p.tubes) * kBlock));
+        t = pieces.take<T>(std::max(block, transforms.forward.scratch_rows() * kBlock));
         y = pieces.take<T>(block);
         panel = pieces.take<T>(depth * kPanel);
         panel_imag = pieces.take<T>(depth * kPanel);
@@ -74,18 +86,6 @@ struct Own {
         second = pieces.take<T>(p.rows * kPanel);
         third = pieces.take<T>(p.rows * kPanel);
         sum = pieces.take<T>(p.tubes > 2 ? p.rows * p.inner : 0);
-    }
-};
-
-// Of A, of B and back; A and B share one without matrices.
-template <class T>
-struct Transforms {
-    TubeTransform<T> forward, back;
-    Transforms(const TubalProduct& p, Pieces& pieces)
-        : forward(p.tubes, nullptr, false, pieces), back(p.tubes, static_cast<const T*>(p.inverse), true, pieces) {}
-    void prepare() {
-        forward.prepare();
-        back.prepare();
     }
 };
 
@@ -354,7 +354,7 @@ void products(const TubalProduct& p, const TubalEntry* entries, int64_t count, i
     Pieces sizes(nullptr);
     const Transforms<T> tables(p, sizes);
     const int64_t table_bytes = sizes.used();
-    const Own<T> own_size(p, sizes);
+    const Own<T> own_size(p, tables, sizes);
     const int64_t own_bytes = padded(sizes.used() - table_bytes, 4096) + 320;
     const int64_t before = sizes.used();
     const Product<T> product_size(p, tables, sizes);
@@ -364,12 +364,15 @@ void products(const TubalProduct& p, const TubalEntry* entries, int64_t count, i
 
     Pieces pieces(arena.data());
     Transforms<T> transforms(p, pieces);
-    transforms.prepare();
     char* own_start = arena.data() + table_bytes;
+    {
+        Pieces first(own_start);
+        transforms.prepare(Own<T>(p, transforms, first).t);
+    }
     char* product_start = own_start + own_bytes * threads;
     if (threads == 1) {
         Pieces own_pieces(own_start), product_pieces(product_start);
-        Own<T> own(p, own_pieces);
+        Own<T> own(p, transforms, own_pieces);
         Product<T> product(p, transforms, product_pieces);
         std::atomic<int64_t> next[2] = {0, 0};
         for (int64_t e = 0, size; e < count; e += size) {
@@ -387,7 +390,7 @@ void products(const TubalProduct& p, const TubalEntry* entries, int64_t count, i
     {
         const int rank = omp_get_thread_num(), size = omp_get_num_threads();
         Pieces own_pieces(own_start + rank * own_bytes);
-        Own<T> own(p, own_pieces);
+        Own<T> own(p, transforms, own_pieces);
         if (apart) {
             Pieces product_pieces(product_start + rank * product_bytes);
             Product<T> product(p, transforms, product_pieces);

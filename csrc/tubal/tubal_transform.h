@@ -10,14 +10,11 @@
 //   x_k, x_{n-k} = c_k -+ s_k,   c_k = 1/n sum_f w_f cos(2 pi f k / n) Re_f,   s_k = 2/n sum_f sin(2 pi f k / n) Im_f.
 //
 // For even n faces f and n/2 - f share the sums over even and odd k, which halves them: n^2 / 4 multiply-adds per tube
-// and direction, n^2 / 2 for odd n. Longer tubes whose length has small factors go through a complex FFT of mixed
-// radix, of n / 2 points for even n: about 2.5 n log2 n flops (twice that for odd n). Angles are reduced in integers.
+// and direction, n^2 / 2 for odd n. Longer tubes go through a complex FFT (tubal_fourier.h), of n / 2 points for even
+// n.
 #pragma once
 
-#include <cmath>
-
-#include "common/pieces.h"
-#include "common/small_gemm.h"
+#include "tubal/tubal_fourier.h"
 
 namespace pyops::PYOPS_ISA {
 
@@ -33,12 +30,13 @@ class TubeTransform {
     TubeTransform(int64_t n, const T* matrix, bool inverse, Pieces& pieces)
         : n_(n), inverse_(inverse), matrix_(matrix) {
         if (matrix || n <= 4) return;
-        if (n > kLongestSums && factorise()) {
-            cos_ = pieces.take<T>(n);
-            sin_ = pieces.take<T>(n);
+        if (n > kLongestSums && (n > kLongestRoughSums || Fourier<T>::smooth(n))) {
+            fourier_ = Fourier<T>(n % 2 ? n : n / 2, pieces);
+            by_fourier_ = true;
+            cos_ = pieces.take<T>(n / 2 + 1);
+            sin_ = pieces.take<T>(n / 2 + 1);
             return;
         }
-        factors_ = 0;
         const int64_t half = n / 2, odd = (n - 1) / 2;
         cos_rows_ = n % 2 ? half + 1 : half / 2 + 1;
         cos_even_ = n % 2 ? half + 1 : half / 2 + 1;
@@ -50,15 +48,17 @@ class TubeTransform {
         sin_ = pieces.take<T>(sin_rows_ * (sin_even_ + sin_odd_));
     }
 
-    // Rows of a block of tubes, which are transposed in squares; and of what forward() and inverse() overwrite at t.
+    // Rows of a block of tubes, which are transposed in squares; and of what forward(), inverse() and prepare()
+    // overwrite at t.
     static int64_t rows(int64_t n) { return padded(n, kLanes); }
-    static int64_t scratch_rows(int64_t n) { return n % 2 && n > kLongestSums ? 2 * n : n + 4; }
+    int64_t scratch_rows() const { return by_fourier_ ? fourier_.scratch_rows() : n_ + 4; }
 
     // Fills the tables.
-    void prepare() {
+    void prepare(T* t) {
         if (matrix_ || n_ <= 4) return;
-        if (factors_) {
-            for (int64_t j = 0; j < n_; ++j) {
+        if (by_fourier_) {
+            fourier_.prepare(t);
+            for (int64_t j = 0; j <= n_ / 2; ++j) {
                 const Angle a = angle(j, n_);
                 cos_[j] = static_cast<T>(a.cos);
                 sin_[j] = static_cast<T>(-a.sin);
@@ -92,7 +92,7 @@ class TubeTransform {
     void forward(T* x, T* t, T* y, int64_t ldy, int64_t lanes, const T* matrix) const {
         if (matrix) return multiply(lanes, n_, n_, matrix, n_, x, kBlock, y, ldy);
         if (n_ <= 4) return small_forward(lanes, x, y, ldy);
-        if (factors_) return fourier_forward(lanes, x, t, y, ldy);
+        if (by_fourier_) return fourier_forward(lanes, x, t, y, ldy);
         const int64_t odd = (n_ - 1) / 2;
         for (int64_t k = 1; k <= odd; ++k) sum_and_difference(lanes, x + k * kBlock, x + (n_ - k) * kBlock);
         cosines(lanes, x, kBlock, t, y, ldy);
@@ -103,7 +103,7 @@ class TubeTransform {
     void inverse(const T* y, int64_t ldy, int64_t lanes, T* t, T* x) const {
         if (matrix_) return multiply(lanes, n_, n_, matrix_, n_, y, ldy, x, kBlock);
         if (n_ <= 4) return small_inverse(lanes, y, ldy, x);
-        if (factors_) return fourier_inverse(lanes, y, ldy, t, x);
+        if (by_fourier_) return fourier_inverse(lanes, y, ldy, t, x);
         cosines(lanes, y, ldy, t, x, kBlock);
         sines(lanes, y + (n_ / 2 + 1) * ldy, ldy, t, x + (n_ - 1) * kBlock, -kBlock);
         const int64_t odd = (n_ - 1) / 2;
@@ -118,28 +118,8 @@ class TubeTransform {
     }
 
   private:
-    static constexpr int64_t kLongestSums = 160;  // beyond, an FFT is quicker where its factors are small
-    static constexpr int kMostFactors = 64, kLargestRadix = 13;
-
-    struct Angle {
-        double cos, sin;
-    };
-    // Of 2 pi j / n for 0 <= j < n, from an angle of at most pi / 4.
-    static Angle angle(int64_t j, int64_t n) {
-        constexpr double kPi = 3.14159265358979323846;
-        const bool below = 2 * j > n;
-        if (below) j = n - j;
-        const bool left = 4 * j > n;
-        int64_t numerator = left ? n - 2 * j : 2 * j, denominator = 2 * n;  // of 2 pi: at most 1 / 4
-        const bool steep = 8 * numerator > denominator;
-        if (steep) {
-            numerator = denominator - 4 * numerator;
-            denominator *= 4;
-        }
-        const double a = 2 * kPi * static_cast<double>(numerator) / static_cast<double>(denominator);
-        const double c = steep ? std::sin(a) : std::cos(a), s = steep ? std::cos(a) : std::sin(a);
-        return {left ? -c : c, below ? -s : s};
-    }
+    // Beyond, an FFT is quicker: of lengths with small factors; of others.
+    static constexpr int64_t kLongestSums = 160, kLongestRoughSums = 512;
 
     // y = a x
     static void multiply(int64_t lanes, int64_t m, int64_t k, const T* a, int64_t lda, const T* x, int64_t ldx, T* y,
@@ -245,115 +225,6 @@ class TubeTransform {
     }
     static constexpr double kSin60 = 0.86602540378443864676;
 
-    // ---- the FFT: in a row, vectors 0 and 1 are real parts, 2 and 3 are imaginary parts
-
-    bool factorise() {
-        int64_t rest = n_ % 2 ? n_ : n_ / 2;
-        factors_ = 0;
-        const auto take = [&](int64_t r) {
-            while (rest % r == 0) {
-                radix_[factors_++] = static_cast<int>(r);
-                rest /= r;
-            }
-        };
-        take(4);
-        for (int64_t r = 2; r <= kLargestRadix; ++r) take(r);
-        return rest == 1;
-    }
-
-    // From a to b and back, as often as there are factors; returns where the result is.
-    T* fourier(T* a, T* b) const {
-        int64_t n = n_ % 2 ? n_ : n_ / 2, s = 1;
-        for (int i = 0; i < factors_; ++i) {
-            switch (radix_[i]) {
-                case 2: pass<2>(n, s, a, b); break;
-                case 3: pass<3>(n, s, a, b); break;
-                case 4: pass<4>(n, s, a, b); break;
-                case 5: pass<5>(n, s, a, b); break;
-                case 7: pass<7>(n, s, a, b); break;
-                case 11: pass<11>(n, s, a, b); break;
-                default: pass<13>(n, s, a, b); break;
-            }
-            n /= radix_[i];
-            s *= radix_[i];
-            std::swap(a, b);
-        }
-        return a;
-    }
-
-    // w of this->n_ is tabulated; n is the length that is left.
-    // Stockham: out[q + s (r p + u)] = w_n^(p u) sum_t in[q + s (p + m t)] w_r^(t u), m = n / r.
-    template <int r>
-    void pass(int64_t n, int64_t s, const T* in, T* out) const {
-        const int64_t m = n / r, unit = n_ / n, root = n_ / r;
-        for (int64_t p = 0; p < m; ++p) {
-            T wr[r], wi[r];
-            for (int u = 1; u < r; ++u) {
-                wr[u] = cos_[p * u * unit];
-                wi[u] = sin_[p * u * unit];
-            }
-            for (int64_t q = 0; q < s; ++q)
-                for (int64_t l = 0; l < 2 * kLanes; l += kLanes) {
-                    const T* x = in + (q + s * p) * kBlock + l;
-                    T* y = out + (q + s * r * p) * kBlock + l;
-                    Vector re[r], im[r];
-#pragma GCC unroll 16
-                    for (int t = 0; t < r; ++t) {
-                        re[t] = Gem::load(x + t * s * m * kBlock);
-                        im[t] = Gem::load(x + t * s * m * kBlock + 2 * kLanes);
-                    }
-                    const auto put = [&](int u, Vector a, Vector b) {
-                        if (u > 0) {
-                            const Vector c = wr[u] * a - wi[u] * b;
-                            b = wr[u] * b + wi[u] * a;
-                            a = c;
-                        }
-                        Gem::store(y + u * s * kBlock, a);
-                        Gem::store(y + u * s * kBlock + 2 * kLanes, b);
-                    };
-                    if constexpr (r == 2) {
-                        put(0, re[0] + re[1], im[0] + im[1]);
-                        put(1, re[0] - re[1], im[0] - im[1]);
-                    } else if constexpr (r == 4) {
-                        const Vector ar = re[0] + re[2], ai = im[0] + im[2], br = re[0] - re[2], bi = im[0] - im[2];
-                        const Vector cr = re[1] + re[3], ci = im[1] + im[3], dr = re[1] - re[3], di = im[1] - im[3];
-                        put(0, ar + cr, ai + ci);
-                        put(1, br + di, bi - dr);
-                        put(2, ar - cr, ai - ci);
-                        put(3, br - di, bi + dr);
-                    } else {
-                        // Terms t and r - t together: cosines of their sum, sines of their difference.
-                        constexpr int h = (r - 1) / 2;
-                        Vector sr[h], si[h], dr[h], di[h];
-                        Vector zr = re[0], zi = im[0];
-#pragma GCC unroll 8
-                        for (int t = 0; t < h; ++t) {
-                            sr[t] = re[t + 1] + re[r - 1 - t];
-                            si[t] = im[t + 1] + im[r - 1 - t];
-                            dr[t] = re[t + 1] - re[r - 1 - t];
-                            di[t] = im[t + 1] - im[r - 1 - t];
-                            zr += sr[t];
-                            zi += si[t];
-                        }
-                        put(0, zr, zi);
-                        for (int u = 1; u <= h; ++u) {
-                            Vector cr = re[0], ci = im[0], tr{}, ti{};
-                            for (int t = 0; t < h; ++t) {
-                                const int64_t e = (t + 1) * u % r * root;
-                                const T c = cos_[e], d = sin_[e];
-                                cr += c * sr[t];
-                                ci += c * si[t];
-                                tr += d * di[t];  // i d times the difference
-                                ti += d * dr[t];
-                            }
-                            put(u, cr - tr, ci + ti);
-                            put(r - u, cr + tr, ci - ti);
-                        }
-                    }
-                }
-        }
-    }
-
     // Even n: z_k = x_{2k} + i x_{2k+1} has the spectrum Z of length m = n / 2, and
     //   X_k = E_k + w^k O_k,  E_k = (Z_k + conj Z_{m-k}) / 2,  O_k = (Z_k - conj Z_{m-k}) / 2i,  w = exp(-2 pi i / n).
     // Odd n: z = x. Half of the lanes at a time, so that no tube shares a number with another.
@@ -367,7 +238,7 @@ class TubeTransform {
                     Gem::store(t + k * kBlock + l, Gem::load(from));
                     Gem::store(t + k * kBlock + 2 * kLanes + l, n_ % 2 ? Vector{} : Gem::load(from + kBlock));
                 }
-            const T* z = fourier(t, t + length * kBlock);
+            const T* z = fourier_.transform(t);
             for (int64_t f = 0; f <= half; ++f) {
                 T *re = y + f * ldy + first, *im = y + (half + f) * ldy + first;
                 const T *p = z + f % length * kBlock, *q = z + (length - f) % length * kBlock;
@@ -414,7 +285,7 @@ class TubeTransform {
                     Gem::store(t + k * kBlock + l, scale * zi);
                     Gem::store(t + k * kBlock + 2 * kLanes + l, scale * zr);
                 }
-            const T* z = fourier(t, t + length * kBlock);
+            const T* z = fourier_.transform(t);
             for (int64_t k = 0; k < length; ++k)
                 for (int64_t l = 0; l < 2 * kLanes; l += kLanes) {
                     T* to = x + (n_ % 2 ? k : 2 * k) * kBlock + first + l;
@@ -429,7 +300,8 @@ class TubeTransform {
     const T* matrix_;
     T *cos_ = nullptr, *sin_ = nullptr;
     int64_t cos_rows_ = 0, cos_even_ = 0, cos_odd_ = 0, sin_rows_ = 0, sin_even_ = 0, sin_odd_ = 0;
-    int factors_ = 0, radix_[kMostFactors] = {};
+    bool by_fourier_ = false;
+    Fourier<T> fourier_;
 };
 
 }  // namespace pyops::PYOPS_ISA
