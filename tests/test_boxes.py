@@ -75,8 +75,7 @@ def case(name, call, reference, op="box_log_volumes", op_args=None, make=apart, 
         batched=False,
         result_dtypes=result_dtypes,
         gate=gate,
-        gradient_gate=gradient_gate,
-        **{"shapes": shapes, "small": small, **changes},
+        **{"shapes": shapes, "small": small, "gradient_gate": gradient_gate, **changes},
     )
 
 
@@ -304,6 +303,7 @@ def sampled_case(name, tau, nu, form="items", score="volume", sparse=False, **ch
         op="box_sampled",
         op_args=lambda *t: (*t, *indices(t[0], t[2], "items"), *settings(tau, nu)),
         make=apart if nu > 0 else overlapping,
+        gradient_gate=lambda dtype: 2.5 * gradient_gate(dtype),  # a containment's two parts cancel
         **changes,
     )
 
@@ -361,7 +361,7 @@ TestSampled = op_suite(Spec(SAMPLED, SAMPLED_EDGES, SAMPLED_ERRORS), "TestSample
 def test_sparse_gradients_equal_dense_ones(form, score):
     def tables():
         torch.manual_seed(3)
-        return [t.requires_grad_() for t in apart(pair_shapes(7, 11, 5), F32)]
+        return [t.requires_grad_() for t in apart(pair_shapes(30, 40, 5), F32)]
 
     found = []
     for sparse in (False, True):

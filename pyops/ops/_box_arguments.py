@@ -1,4 +1,4 @@
-"""Arguments of box functions: boxes, temperatures and volumes, and rows of tables."""
+"""Arguments of box functions: boxes, temperatures and volumes, rows of tables; composition of queries."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from pyops.ops import _checks as checks
 from pyops.reference import boxes as reference
 
 VOLUMES = ("auto", "gumbel", "soft", "hard", "bessel")
+MOST_NEGATIONS = 8  # k of them are 2^k terms
 Pair = tuple[Tensor, Tensor]
 in_functorch = torch._C._functorch.peek_interpreter_stack
 
@@ -162,3 +163,81 @@ def check_item_log_volume(given: Any, items: Tensor, score: str) -> None:
         raise ValueError(
             f"item_log_volume must be on the device of items, {items.device}, got {given.device}"
         )
+
+
+# Composition
+
+
+class Prepared(NamedTuple):
+    queries: Pair  # [T, B, D]: the terms of inclusion-exclusion
+    signs: list[float]
+    items: Pair  # [N, D]
+    volume: Volume
+    shape: tuple[int, ...]  # of the result
+    shift: Tensor | None  # sum log tau_d, where corners are in units of tau_d
+
+
+def prepare(
+    queries: Any, items: Any, without: Any, tau: Any, nu: Any, volume: Any, *, vector: bool
+) -> Prepared:
+    """Checks, one dtype, composition; with ``vector`` temperatures may be tensors [D]."""
+    chosen = resolve_volume(tau, nu, volume)
+    if not vector:
+        only_numbers(chosen)
+    conjuncts = several("queries", queries)
+    item = corners("items", items)
+    excluded = several("without", without) if not isinstance(without, list | tuple) or len(without) else []
+    if len(excluded) > MOST_NEGATIONS:
+        raise ValueError(f"without must have at most {MOST_NEGATIONS} boxes, got {len(excluded)}")
+    everything = [*conjuncts, *excluded]
+    check_alike("items", item, "queries", everything[0])
+    names = ["queries"] * len(conjuncts) + [f"without[{i}]" for i in range(len(excluded))]
+    shape = check_broadcast(names, everything)
+    dtype = item[0].dtype
+    for z, _ in everything:
+        dtype = torch.promote_types(dtype, z.dtype)
+    if len(everything) > 1 or isinstance(chosen.tau, Tensor):
+        dtype = torch.promote_types(dtype, torch.float32)  # corners that are computed keep their digits
+    shift = None
+    boxes = [(z.to(dtype), Z.to(dtype)) for z, Z in [*everything, item]]
+    if isinstance(chosen.tau, Tensor) or isinstance(chosen.nu, Tensor):
+        chosen, boxes, shift = _per_dimension(chosen, boxes)
+    *everything, item = boxes
+    base = everything[: len(conjuncts)]
+    terms, signs = [reference.intersection(base, chosen.tau) if len(base) > 1 else base[0]], [1.0]
+    for box in everything[len(conjuncts) :]:
+        terms += [reference.intersection([term, box], chosen.tau) for term in terms]
+        signs += [-sign for sign in signs]
+    if len(terms) == 1 and terms[0][0].shape == shape:
+        z, Z = (t.unsqueeze(0) for t in terms[0])
+    else:
+        z, Z = (torch.stack([t[i].expand(shape) for t in terms]) for i in (0, 1))
+    z, Z = (t.unsqueeze(1) if t.ndim == 2 else t.flatten(1, -2) for t in (z, Z))
+    flat = tuple(t.unsqueeze(0) if t.ndim == 1 else t.flatten(0, -2) for t in item)
+    return Prepared((z, Z), signs, flat, chosen, (*shape[:-1], *item[0].shape[:-1]), shift)  # type: ignore
+
+
+def _per_dimension(volume: Volume, boxes: list[Pair]) -> tuple[Volume, list[Pair], Tensor | None]:
+    """Temperatures [D]: the corners in units of tau_d, where tau is 1, and log volume lacks sum log tau_d."""
+    z = boxes[0][0]
+    wide = reference.working_dtype(z)
+    tau, nu = (
+        _vector(name, value, z, wide) if isinstance(value, Tensor) else value
+        for name, value in (("intersection_temperature", volume.tau), ("volume_temperature", volume.nu))
+    )
+    if not isinstance(tau, Tensor):
+        return volume._replace(nu=nu), boxes, None
+    boxes = [(z / tau, Z / tau) for z, Z in boxes]
+    nu = nu / tau if isinstance(nu, Tensor) or nu else 0.0
+    offset = 2 * reference.GAMMA if volume.kind == "gumbel" else 0.0
+    return Volume(volume.kind, 1.0, nu, offset), boxes, tau.log().sum()
+
+
+def _vector(name: str, value: Tensor, z: Tensor, dtype: torch.dtype) -> Tensor:
+    if value.ndim > 1 or (value.ndim == 1 and value.shape[0] != z.shape[-1]):
+        raise ValueError(f"{name} must be a number or [{z.shape[-1]}], got shape {tuple(value.shape)}")
+    if value.device != z.device:
+        raise ValueError(f"{name} must be on the device of the boxes, {z.device}, got {value.device}")
+    if value.requires_grad and torch.is_grad_enabled():
+        raise ValueError(f"{name} must not require a gradient here: pyops.boxes.log_volume gives it one")
+    return value.to(dtype).expand(z.shape[-1]).contiguous()

@@ -20,23 +20,22 @@ from pyops import _library
 from pyops.ops import _checks as checks
 from pyops.ops._box_arguments import (
     Pair,
+    Prepared,
     Volume,
     check_alike,
-    check_broadcast,
     check_index,
     check_indices,
     check_item_log_volume,
     corners,
     in_functorch,
     only_numbers,
+    prepare,
     resolve_volume,
-    several,
 )
 from pyops.ops._registration import like, triton
 from pyops.reference import boxes as reference
 
 SCORES = ("containment", "volume")
-MOST_NEGATIONS = 8  # k of them are 2^k terms
 PLAIN = (Tensor, torch.nn.Parameter)
 _BelowAutograd = torch._C._AutoDispatchBelowAutograd
 
@@ -105,7 +104,7 @@ def pairwise_log_volume(
     >>> pairwise_log_volume(users, items, **soft).shape
     torch.Size([2, 1])
     """
-    prepared = _prepare(
+    prepared = prepare(
         queries, items, without, intersection_temperature, volume_temperature, volume, vector=True
     )
     logs = _composed(prepared)
@@ -141,7 +140,7 @@ def pairwise_containment(
     >>> pairwise_containment(user, items, intersection_temperature=0.0, volume_temperature=0.0).exp()
     tensor([0.5000, 1.0000])
     """
-    prepared = _prepare(
+    prepared = prepare(
         queries, items, without, intersection_temperature, volume_temperature, volume, vector=True
     )
     logs = reference.conditional(_composed(prepared), _own_volume(prepared.items, prepared.volume))
@@ -192,7 +191,7 @@ def box_topk(
         raise ValueError(f"k must be at least 1, got {k}")
     checks.one_of("score", score, SCORES)
     checks.boolean("prune", prune)
-    prepared = _prepare(
+    prepared = prepare(
         queries, items, without, intersection_temperature, volume_temperature, volume, vector=False
     )
     (z, Z), (iz, iZ) = prepared.queries, prepared.items
@@ -203,8 +202,10 @@ def box_topk(
     elif score == "containment":
         with torch.no_grad():
             item_log_volume = _own_volume(prepared.items, prepared.volume)
-    terms = len(prepared.signs)
-    signs = z.new_tensor(prepared.signs, dtype=reference.working_dtype(z)).expand(z.shape[1], terms)
+    wide = reference.working_dtype(z)
+    if item_log_volume is not None:  # an empty item has no volume in common with a query either
+        item_log_volume = item_log_volume.to(wide).masked_fill(item_log_volume == -math.inf, 0.0)
+    signs = z.new_tensor(prepared.signs, dtype=wide).expand(z.shape[1], len(prepared.signs))
     tensors = (z.movedim(0, 1), Z.movedim(0, 1), signs, iz, iZ, item_log_volume)
     detached = (None if t is None else t.detach() for t in tensors)
     values, indices = torch.ops.pyops.box_topk(*detached, *prepared.volume[1:], k, prune)
@@ -290,84 +291,6 @@ def sampled_scores(
     return reference.conditional(logs, own.unsqueeze(-1) if own.ndim < logs.ndim else own)
 
 
-# Composition
-
-
-class _Prepared(NamedTuple):
-    queries: Pair  # [T, B, D]: the terms of inclusion-exclusion
-    signs: list[float]
-    items: Pair  # [N, D]
-    volume: Volume
-    shape: tuple[int, ...]  # of the result
-    shift: Tensor | None  # sum log tau_d, where corners are in units of tau_d
-
-
-def _prepare(
-    queries: Any, items: Any, without: Any, tau: Any, nu: Any, volume: Any, *, vector: bool
-) -> _Prepared:
-    """Checks, one dtype, composition; with ``vector`` temperatures may be tensors [D]."""
-    chosen = resolve_volume(tau, nu, volume)
-    if not vector:
-        only_numbers(chosen)
-    conjuncts = several("queries", queries)
-    item = corners("items", items)
-    excluded = several("without", without) if not isinstance(without, list | tuple) or len(without) else []
-    if len(excluded) > MOST_NEGATIONS:
-        raise ValueError(f"without must have at most {MOST_NEGATIONS} boxes, got {len(excluded)}")
-    everything = [*conjuncts, *excluded]
-    check_alike("items", item, "queries", everything[0])
-    names = ["queries"] * len(conjuncts) + [f"without[{i}]" for i in range(len(excluded))]
-    shape = check_broadcast(names, everything)
-    dtype = item[0].dtype
-    for z, _ in everything:
-        dtype = torch.promote_types(dtype, z.dtype)
-    if len(everything) > 1 or isinstance(chosen.tau, Tensor):
-        dtype = torch.promote_types(dtype, torch.float32)  # corners that are computed keep their digits
-    shift = None
-    boxes = [(z.to(dtype), Z.to(dtype)) for z, Z in [*everything, item]]
-    if isinstance(chosen.tau, Tensor) or isinstance(chosen.nu, Tensor):
-        chosen, boxes, shift = _per_dimension(chosen, boxes)
-    *everything, item = boxes
-    base = everything[: len(conjuncts)]
-    terms, signs = [reference.intersection(base, chosen.tau) if len(base) > 1 else base[0]], [1.0]
-    for box in everything[len(conjuncts) :]:
-        terms += [reference.intersection([term, box], chosen.tau) for term in terms]
-        signs += [-sign for sign in signs]
-    if len(terms) == 1 and terms[0][0].shape == shape:
-        z, Z = (t.unsqueeze(0) for t in terms[0])
-    else:
-        z, Z = (torch.stack([t[i].expand(shape) for t in terms]) for i in (0, 1))
-    z, Z = (t.unsqueeze(1) if t.ndim == 2 else t.flatten(1, -2) for t in (z, Z))
-    flat = tuple(t.unsqueeze(0) if t.ndim == 1 else t.flatten(0, -2) for t in item)
-    return _Prepared((z, Z), signs, flat, chosen, (*shape[:-1], *item[0].shape[:-1]), shift)  # type: ignore
-
-
-def _per_dimension(volume: Volume, boxes: list[Pair]) -> tuple[Volume, list[Pair], Tensor | None]:
-    """Temperatures [D]: the corners in units of tau_d, where tau is 1, and log volume lacks sum log tau_d."""
-    z = boxes[0][0]
-    wide = reference.working_dtype(z)
-    tau, nu = (
-        _vector(name, value, z, wide) if isinstance(value, Tensor) else value
-        for name, value in (("intersection_temperature", volume.tau), ("volume_temperature", volume.nu))
-    )
-    if not isinstance(tau, Tensor):
-        return volume._replace(nu=nu), boxes, None
-    boxes = [(z / tau, Z / tau) for z, Z in boxes]
-    nu = nu / tau if isinstance(nu, Tensor) or nu else 0.0
-    offset = 2 * reference.GAMMA if volume.kind == "gumbel" else 0.0
-    return Volume(volume.kind, 1.0, nu, offset), boxes, tau.log().sum()
-
-
-def _vector(name: str, value: Tensor, z: Tensor, dtype: torch.dtype) -> Tensor:
-    if value.ndim > 1 or (value.ndim == 1 and value.shape[0] != z.shape[-1]):
-        raise ValueError(f"{name} must be a number or [{z.shape[-1]}], got shape {tuple(value.shape)}")
-    if value.device != z.device:
-        raise ValueError(f"{name} must be on the device of the boxes, {z.device}, got {value.device}")
-    if value.requires_grad and torch.is_grad_enabled():
-        raise ValueError(f"{name} must not require a gradient here: pyops.boxes.log_volume gives it one")
-    return value.to(dtype).expand(z.shape[-1]).contiguous()
-
-
 # Calls
 
 
@@ -382,7 +305,7 @@ def _own_volume(items: Pair, volume: Volume) -> Tensor:
     return _volumes(unconstrained(items[0]), items, volume).squeeze(0)
 
 
-def _composed(prepared: _Prepared) -> Tensor:
+def _composed(prepared: Prepared) -> Tensor:
     """[B, N]"""
     z, Z = prepared.queries
     terms, batch, _ = z.shape
@@ -518,10 +441,10 @@ class _SparseSampled(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple:
-        found = [
-            None if rows is None else torch.sparse_coo_tensor(index.unsqueeze(0), rows, table.shape)
-            for table, index, rows in _sampled_rows(ctx, grad)
-        ]
+        def sparse(table: Tensor, index: Tensor, rows: Tensor) -> Tensor:
+            return torch.sparse_coo_tensor(index.unsqueeze(0), rows, table.shape, check_invariants=False)
+
+        found = [None if rows is None else sparse(t, i, rows) for t, i, rows in _sampled_rows(ctx, grad)]
         return *found, *(None,) * 5
 
 

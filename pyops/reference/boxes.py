@@ -261,7 +261,7 @@ def box_topk(qz, qZ, signs, iz, iZ, item_log_volume, tau, nu, offset, k, prune):
         logs = box_log_volumes(z, Z, iz, iZ, tau, nu, offset, None).view(rows.stop - rows.start, terms, count)
         scores = signed_log_sum(logs, signs[rows].unsqueeze(-1), 1)
         if item_log_volume is not None:
-            scores = torch.where(scores == -math.inf, scores, scores - item_log_volume.to(wide))
+            scores = scores - item_log_volume
         best, order = (-scores).sort(dim=-1, stable=True)  # ascending, where NaN comes last
         values[rows, :found], indices[rows, :found] = -best[:, :found], order[:, :found]
     return values, indices
