@@ -11,6 +11,7 @@ from suite import ALL_DTYPES, assert_same_bits
 
 from pyops import boxes
 from pyops.boxes import pairwise_containment, pairwise_log_volume, sampled_scores
+from pyops.reference import boxes as reference
 
 F64, F32 = torch.float64, torch.float32
 MODES = [(0.1, 0.1), (0.1, 0.4), (0.3, 0.1), (0.0, 0.2), (0.2, 0.0), (0.0, 0.0), (0.01, 0.01)]
@@ -126,6 +127,45 @@ def test_sizes_of_leading_dimensions():
     # ``without`` alone may widen the queries
     wide = pairwise_log_volume(one, items, without=queries, **temperatures(0.1, 0.2))
     assert wide.shape == (2, 3, 1, 4, 6)
+
+
+@modes
+@dtypes
+def test_reference_agrees(tau, nu, dtype):
+    """What other devices run, against what serves here: all five ops."""
+    numbers = tau, nu, oracle.offset(tau, nu)
+    # All boxes meet where sides are hard: a difference of smooth corners near 0 has no bound of its own.
+    corners = [t for box in (oracle.boxes(6, 9), oracle.boxes(33, 9)) for t in box]
+    if nu == 0:
+        corners = [t.tanh() for t in corners]
+        corners = [t if n % 2 == 0 else t + 3 for n, t in enumerate(corners)]
+    qz, qZ, iz, iZ = pairs = tuple(t.to(dtype) for t in corners)
+    rows = torch.arange(8) % 6, torch.arange(24).view(8, 3) % 33
+    wide = F64 if dtype == F64 else F32
+    seeds = torch.randn(6, 33, dtype=wide), torch.randn(8, 3, dtype=wide)
+    signs = torch.tensor([[1.0, -1.0], [1.0, 0.0], [1.0, 1.0]], dtype=wide)
+    terms = qz.view(3, 2, 9), qZ.view(3, 2, 9), signs, iz, iZ, torch.randn(33, dtype=wide)
+    nus = torch.linspace(0.05, 0.4, 9, dtype=wide) if nu else None
+    calls = {
+        "box_log_volumes": [(*pairs, *numbers, None), (*pairs, *numbers, nus)],
+        "box_log_volumes_backward": [(seeds[0], *pairs, *numbers, None), (seeds[0], *pairs, *numbers, nus)],
+        "box_sampled": [(*pairs, *rows, *numbers)],
+        "box_sampled_backward": [(seeds[1], *pairs, *rows, *numbers)],
+        "box_topk": [(*terms, *numbers, 7, True), (*terms[:5], None, *numbers, 40, False)],
+    }
+    gate = {**GRADIENT_GATE, F64: 1e-12}[dtype]
+    for name, several in calls.items():
+        for args in several:
+            served = getattr(torch.ops.pyops, name)(*args)
+            written = getattr(reference, name)(*args)
+            if isinstance(served, torch.Tensor):
+                served, written = [served], [written]
+            for s, w in zip(served, written, strict=True):
+                assert s.dtype == w.dtype and s.shape == w.shape and w.is_contiguous()
+                if s.is_floating_point():
+                    assert_near(s, w, 4 * gate)
+                else:
+                    assert (s == w).double().mean() > 0.9  # scores that differ by rounding may change places
 
 
 # Far apart
