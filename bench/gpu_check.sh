@@ -78,8 +78,8 @@ if [ "$dry" = yes ]; then
   part machine 120 "$python" -m pyops info
   part build 400 env PYOPS_CUDA=0 "$python" setup.py build_ext --inplace
   part tests 600 "$python" -m pytest -q -m "gpu or not slow" tests/cuda tests/triton
-  part memcheck 60 bash -c 'sanitizer memcheck --only directions --only step'
-  part racecheck 60 bash -c 'sanitizer racecheck --only directions --only step'
+  part memcheck 60 bash -c 'sanitizer memcheck --only directions --only step --only tubal'
+  part racecheck 60 bash -c 'sanitizer racecheck --only directions --only step --only tubal'
   part bench 700 "$python" -m pyops bench --tiny --rounds 1 --no-memory --out "$out"
   part triton 60 bash -c 'sanitizer memcheck --only polar'
   part attention 120 bash -c 'sanitizer memcheck --only attention'
@@ -87,8 +87,8 @@ else
   part machine 20 nvidia-smi --query-gpu=name,driver_version,memory.total --format=csv,noheader
   part build 150 env PYOPS_CUDA=1 "$python" -m pip install --no-build-isolation --no-deps --editable .
   part tests 150 "$python" -m pytest -q -m gpu tests
-  part memcheck 60 bash -c 'sanitizer memcheck --only directions --only step'
-  part racecheck 60 bash -c 'sanitizer racecheck --only directions --only step'
+  part memcheck 60 bash -c 'sanitizer memcheck --only directions --only step --only tubal'
+  part racecheck 60 bash -c 'sanitizer racecheck --only directions --only step --only tubal'
   part bench 200 "$python" -m pyops bench --quick --device cuda --out "$out"
   # last: these compile every Triton kernel again
   part triton 90 bash -c 'sanitizer memcheck --only polar'

@@ -162,7 +162,34 @@ def attention(device: str) -> list[str]:
     return wrong
 
 
-PARTS = {"directions": directions, "step": step, "polar": polar, "attention": attention}
+def face_product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    a, b = (torch.fft.fft(t.detach().double().cpu()) for t in (a, b))
+    return torch.fft.ifft(torch.einsum("...ikf,...kjf->...ijf", a, b)).real
+
+
+def tubal(device: str) -> list[str]:
+    """t-products in every way that the kernels go, with gradients of a broadcast factor, and Gram tensors."""
+    wrong = []
+    for tubes, dtype in itertools.product((1, 2, 3, 5, 8, 12, 13, 16, 17, 32), DTYPES):
+        a, b = torch.randn(2, 17, 9, tubes, device=device), torch.randn(9, 33, tubes, device=device)
+        a, b = (t.to(dtype).transpose(-3, -2).contiguous().transpose(-3, -2) for t in (a, b))
+        a, b = a.requires_grad_(), b.requires_grad_()
+        c = pyops.tubal.tprod(a, b)
+        weights = torch.randn_like(c)
+        found = (c, *torch.autograd.grad(c, (a, b), weights), pyops.tubal.tgram(a.detach()))
+        a_t, b_t = (pyops.tubal.ttranspose(t.detach().double().cpu()) for t in (a, b))
+        by_a = face_product(a_t, weights).sum(0)
+        wanted = (face_product(a, b), face_product(weights, b_t), by_a, face_product(a, a_t))
+        for i, (got, right) in enumerate(zip(found, wanted, strict=True)):
+            size = float(right.abs().max())
+            tolerance = (4 if dtype in DTYPES[2:] else 64) * torch.finfo(dtype).eps
+            wrong += compare(
+                f"tprod {tubes} {dtype} result {i}", got.detach() / size, right / size, tolerance
+            )
+    return wrong
+
+
+PARTS = {"directions": directions, "step": step, "polar": polar, "attention": attention, "tubal": tubal}
 
 
 def main() -> int:

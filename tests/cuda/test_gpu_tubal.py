@@ -101,6 +101,120 @@ def test_gradients_of_broadcast_operands(n3):
     assert error(grad_b, expected(a, grad, True, False).sum(0)) <= gate(F32, 14, n3)
 
 
+@pytest.mark.parametrize("n3", [3, 17, 32])
+def test_gradients_of_transposes_and_matrices(n3):
+    for ta, tb, given in itertools.product([False, True], repeat=3):
+        a = random(2, *((6, 7) if ta else (7, 6)), n3, dtype=F64).requires_grad_()
+        b = random(2, *((5, 6) if tb else (6, 5)), n3, dtype=F64).requires_grad_()
+        transform = random(n3, n3, dtype=F64) if given else "dft"
+        grads = []
+        for device in ("cuda", "cpu"):
+            m = transform.to(device) if given else transform
+            c = pyops.tubal.tprod(a.to(device), b.to(device), transform=m, transpose_a=ta, transpose_b=tb)
+            weights = torch.linspace(-1, 1, c.numel(), dtype=F64).reshape(c.shape)
+            grads.append((c, *torch.autograd.grad((c * weights.to(device)).sum(), (a, b))))
+        for on_cuda, on_cpu in zip(*grads, strict=True):
+            assert error(on_cuda, on_cpu) <= 1e-12, (ta, tb, given)
+
+
+def test_batches_of_many_dimensions():
+    """More than the launchers take: some merge, others are copied with their kinds of dimensions together."""
+    for x, y in (
+        ((2, 3, 2, 2, 2), (2, 3, 2, 2, 2)),
+        ((2, 1, 2, 1, 2, 1), (1, 2, 1, 2, 1, 2)),
+        ((2, 1, 3, 1, 2, 1), (2,)),
+    ):
+        a, b = random(*x, 5, 4, 6, dtype=F64), random(*y, 4, 3, 6, dtype=F64)
+        a = a.movedim(0, 3).contiguous().movedim(3, 0) if len(x) > 4 else a
+        grad = torch.randn_like(expected(a, b))
+        found = (
+            tprod(a.cuda(), b.cuda()),
+            *torch.ops.pyops.tprod_backward(grad.cuda(), a.cuda(), b.cuda(), False, False, False, *NONE),
+            torch.ops.pyops.tgram(a.cuda(), False, False),
+        )
+        wanted = (
+            expected(a, b),
+            expected(grad, b, False, True).sum_to_size(a.shape),
+            expected(a, grad, True, False).sum_to_size(b.shape),
+            expected(a, a, False, True),
+        )
+        for one, other in zip(found, wanted, strict=True):
+            assert one.shape == other.shape and one.is_contiguous()
+            assert error(one, other) <= 1e-13
+    a, b = random(2, 0, 2, 1, 2, 5, 4, 6).cuda(), random(2, 1, 1, 2, 2, 4, 3, 6).cuda()
+    assert tprod(a, b).shape == (2, 0, 2, 2, 2, 5, 3, 6)
+    grads = torch.ops.pyops.tprod_backward(tprod(a, b), a, b, False, False, False, *NONE)
+    assert grads[0].shape == a.shape and grads[1].shape == b.shape and not grads[1].any()
+
+
+def test_strided_views():
+    a, b = random(2, 12, 10, 9).cuda(), random(12, 14, 9).cuda()
+    views = (
+        (a[:, ::2, 1:9:2], b[:8:2, :, :]),
+        (a.transpose(1, 2)[:, :, 1::3], b[2:6].flip(-1)),
+        (a[:, :4, :1].expand(2, 4, 4, 9), b[:4, :1, :1].expand(4, 5, 9)),
+        (a.movedim(-1, 0).contiguous().movedim(0, -1)[:, :5, :7, ::2], b[:7, :, 4:]),
+    )
+    for x, y in views:
+        assert torch.equal(tprod(x, y), tprod(x.contiguous(), y.contiguous()))
+        assert error(tprod(x, y), expected(x, y)) <= gate(F32, 10, 9)
+
+
+def test_devices_must_agree():
+    a, b, m = random(2, 3, 4), random(3, 2, 4), random(4, 4)
+    with pytest.raises(ValueError, match=r"b must be on the device of a, cpu, got cuda:0"):
+        pyops.tubal.tprod(a, b.cuda())
+    op = torch.ops.pyops.tprod
+    for call, message in (
+        (
+            lambda: op(a, b.cuda(), False, False, False, *NONE),
+            "b must be on the device of a, cpu, got cuda:0",
+        ),
+        (
+            lambda: op(a.cuda(), b, False, False, False, *NONE),
+            "b must be on the device of a, cuda:0, got cpu",
+        ),
+        (
+            lambda: op(a.cuda(), b.cuda(), False, False, False, m, m.cuda(), m.cuda()),
+            "forward_a must be on the device of a, cuda:0, got cpu",
+        ),
+        (
+            lambda: torch.ops.pyops.tprod_backward(
+                random(2, 2, 4), a.cuda(), b.cuda(), False, False, False, *NONE
+            ),
+            "grad must be on the device of a, cuda:0, got cpu",
+        ),
+    ):
+        with pytest.raises(RuntimeError, match=message):
+            call()
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="fewer than two CUDA devices")
+def test_the_second_device():
+    a, b = random(9, 8, 17), random(8, 7, 17)
+    out = tprod(a.to("cuda:1"), b.to("cuda:1"))
+    assert out.device.index == 1 and error(out, expected(a, b)) <= gate(F32, 8, 17)
+    with pytest.raises(RuntimeError, match="b must be on the device of a, cuda:1, got cuda:0"):
+        tprod(a.to("cuda:1"), b.to("cuda:0"))
+
+
+def test_the_public_functions_on_a_device():
+    """What the ops' tests do not pass through: promotion, other transforms, half faces, factorizations."""
+    a, b = random(2, 7, 6, 5, dtype=F64), random(6, 4, 5)
+    for kind in ({}, {"transform": "dct"}, {"transform": random(5, 5)}):
+        on = {k: v.cuda() if isinstance(v, torch.Tensor) else v for k, v in kind.items()}
+        out = pyops.tubal.tprod(a.cuda(), b.cuda(), **on)
+        assert out.dtype == F64 and error(out, pyops.tubal.tprod(a, b, **kind)) <= 1e-12
+    faces = pyops.tubal.tube_fft(a.cuda()) @ pyops.tubal.tube_fft(b.double().cuda())
+    assert error(faces.to_tensor(), expected(a, b)) <= 1e-13
+    u, s, v = pyops.tubal.tsvd(a.cuda())
+    again = pyops.tubal.tprod(pyops.tubal.tprod(u, s), v, transpose_b=True)
+    assert error(again, a) <= 1e-13
+    a16 = a.to(BF16).cuda().requires_grad_()
+    pyops.tubal.tgram(a16).sum().backward()
+    assert a16.grad.shape == a.shape and a16.grad.isfinite().all()
+
+
 def test_nan_stays_in_its_tube_row():
     for n3 in (4, 17, 64):
         a, b = random(2, 40, 35, n3).cuda(), random(2, 35, 50, n3).cuda()
