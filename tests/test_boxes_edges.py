@@ -8,6 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from suite import ALL_DTYPES, assert_same_bits
+from torch.autograd import forward_ad
 
 from pyops import boxes
 from pyops.boxes import pairwise_containment, pairwise_log_volume, sampled_scores
@@ -417,3 +418,13 @@ def test_memory(backward):
         if backward:
             logs.sum().backward()
     assert largest <= 300 * 400 * 64 * 4 / 8
+
+
+def test_tangents_of_temperatures_are_refused():
+    """By pairs they have no derivative; dropping one silently would be wrong."""
+    queries, items = oracle.boxes(3, 4), oracle.boxes(5, 4)
+    with forward_ad.dual_level():
+        tau = forward_ad.make_dual(torch.full((4,), 0.1, dtype=F64), torch.ones(4, dtype=F64))
+        for pair in (temperatures(tau, 0.1), temperatures(0.1, tau)):
+            with pytest.raises(RuntimeError, match="temperature has a forward-mode tangent"):
+                pairwise_log_volume(queries, items, **pair)

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from pyops.ops import _checks as checks
 from pyops.reference import boxes as reference
@@ -193,6 +194,12 @@ def prepare(
     check_alike("items", item, "queries", everything[0])
     names = ["queries"] * len(conjuncts) + [f"without[{i}]" for i in range(len(excluded))]
     shape = check_broadcast(names, everything)
+    vectors = isinstance(chosen.tau, Tensor) or isinstance(chosen.nu, Tensor)
+    result = (*shape[:-1], *item[0].shape[:-1])
+    if len(everything) == 1 and everything[0][0].dtype == item[0].dtype and not vectors:
+        z, Z = everything[0]
+        queries = _rows(z).unsqueeze(0), _rows(Z).unsqueeze(0)
+        return Prepared(queries, [1.0], (_rows(item[0]), _rows(item[1])), chosen, result, None)
     dtype = item[0].dtype
     for z, _ in everything:
         dtype = torch.promote_types(dtype, z.dtype)
@@ -200,7 +207,7 @@ def prepare(
         dtype = torch.promote_types(dtype, torch.float32)  # corners that are computed keep their digits
     shift = None
     boxes = [(z.to(dtype), Z.to(dtype)) for z, Z in [*everything, item]]
-    if isinstance(chosen.tau, Tensor) or isinstance(chosen.nu, Tensor):
+    if vectors:
         chosen, boxes, shift = _per_dimension(chosen, boxes)
     *everything, item = boxes
     base = everything[: len(conjuncts)]
@@ -208,13 +215,13 @@ def prepare(
     for box in everything[len(conjuncts) :]:
         terms += [reference.intersection([term, box], chosen.tau) for term in terms]
         signs += [-sign for sign in signs]
-    if len(terms) == 1 and terms[0][0].shape == shape:
-        z, Z = (t.unsqueeze(0) for t in terms[0])
-    else:
-        z, Z = (torch.stack([t[i].expand(shape) for t in terms]) for i in (0, 1))
-    z, Z = (t.unsqueeze(1) if t.ndim == 2 else t.flatten(1, -2) for t in (z, Z))
-    flat = tuple(t.unsqueeze(0) if t.ndim == 1 else t.flatten(0, -2) for t in item)
-    return Prepared((z, Z), signs, flat, chosen, (*shape[:-1], *item[0].shape[:-1]), shift)  # type: ignore
+    z, Z = (torch.stack([_rows(t[i].expand(shape)) for t in terms]) for i in (0, 1))
+    return Prepared((z, Z), signs, (_rows(item[0]), _rows(item[1])), chosen, result, shift)
+
+
+def _rows(t: Tensor) -> Tensor:
+    """[..., D] as [rows, D]."""
+    return t if t.ndim == 2 else t.unsqueeze(0) if t.ndim == 1 else t.flatten(0, -2)
 
 
 def _per_dimension(volume: Volume, boxes: list[Pair]) -> tuple[Volume, list[Pair], Tensor | None]:
@@ -240,4 +247,6 @@ def _vector(name: str, value: Tensor, z: Tensor, dtype: torch.dtype) -> Tensor:
         raise ValueError(f"{name} must be on the device of the boxes, {z.device}, got {value.device}")
     if value.requires_grad and torch.is_grad_enabled():
         raise ValueError(f"{name} must not require a gradient here: pyops.boxes.log_volume gives it one")
+    if not torch.compiler.is_compiling() and forward_ad.unpack_dual(value).tangent is not None:
+        raise RuntimeError(f"{name} has a forward-mode tangent, and its derivative is not implemented here")
     return value.to(dtype).expand(z.shape[-1]).contiguous()
