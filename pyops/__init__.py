@@ -19,7 +19,7 @@ from pyops.ops.linear_attention import linear_attention, linear_attention_step
 from pyops.ops.lmo import lmo, polar, polar_coefficients, spectral_lmo
 
 if TYPE_CHECKING:
-    from pyops import boxes, compat, distributed, nn, optim, papers, tubal
+    from pyops import boxes, compat, distributed, losses, nn, optim, papers, tubal
 
 __all__ = [
     "boxes",
@@ -29,6 +29,7 @@ __all__ = [
     "linear_attention",
     "linear_attention_step",
     "lmo",
+    "losses",
     "nn",
     "optim",
     "papers",
@@ -43,6 +44,6 @@ __version__ = "0.1.0"  # and in pyproject.toml
 
 
 def __getattr__(name: str) -> Any:
-    if name in ("boxes", "compat", "distributed", "nn", "optim", "papers", "tubal"):
+    if name in ("boxes", "compat", "distributed", "losses", "nn", "optim", "papers", "tubal"):
         return importlib.import_module(f"pyops.{name}")
     raise AttributeError(f"module 'pyops' has no attribute {name!r}")
