@@ -83,6 +83,7 @@ if [ "$dry" = yes ]; then
   part bench 700 "$python" -m pyops bench --tiny --rounds 1 --no-memory --out "$out"
   part triton 60 bash -c 'sanitizer memcheck --only polar'
   part attention 120 bash -c 'sanitizer memcheck --only attention'
+  part boxes 90 bash -c 'sanitizer memcheck --only boxes'
 else
   part machine 20 nvidia-smi --query-gpu=name,driver_version,memory.total --format=csv,noheader
   part build 150 env PYOPS_CUDA=1 "$python" -m pip install --no-build-isolation --no-deps --editable .
@@ -93,6 +94,7 @@ else
   # last: these compile every Triton kernel again
   part triton 90 bash -c 'sanitizer memcheck --only polar'
   part attention 120 bash -c 'sanitizer memcheck --only attention'
+  part boxes 90 bash -c 'sanitizer memcheck --only boxes'
 fi
 
 failed=0

@@ -189,7 +189,54 @@ def tubal(device: str) -> list[str]:
     return wrong
 
 
-PARTS = {"directions": directions, "step": step, "polar": polar, "attention": attention, "tubal": tubal}
+def log_volume(z: torch.Tensor, Z: torch.Tensor, tau: float, nu: float) -> torch.Tensor:
+    """Of boxes by the definition, for nu > 0."""
+    w = (Z - z - (2 * 0.5772156649015329 * tau if nu else 0.0)) / nu
+    return (torch.nn.functional.softplus(w.clamp(min=-30)) * nu).log().sum(-1)
+
+
+def boxes(device: str) -> list[str]:
+    """Volumes of pairs and of chosen pairs with their gradients, and the best items."""
+    wrong = []
+    for (tau, nu), dtype in itertools.product(((0.1, 0.1), (0.1, 0.3), (0.01, 0.1)), DTYPES):
+        z = torch.rand(75, 20, device=device, dtype=torch.float64)
+        corners = [
+            t.to(dtype).mT.contiguous().mT.requires_grad_() for t in (z[:9], z[:9] + 1, z[9:], z[9:] + 1)
+        ]
+        wide = [t.detach().double().requires_grad_() for t in corners]
+        temperatures = {"intersection_temperature": tau, "volume_temperature": nu}
+        ends = [
+            tau * torch.logaddexp(a.unsqueeze(1) / tau, b / tau)
+            for a, b in ((wide[0], wide[2]), (-wide[1], -wide[3]))
+        ]
+        wanted = log_volume(ends[0], -ends[1], tau, nu)
+        pairs = pyops.boxes.pairwise_log_volume(corners[:2], corners[2:], **temperatures)
+        q, i = torch.randint(9, (7,), device=device), torch.randint(66, (7, 5), device=device)
+        some = pyops.boxes.sampled_scores(corners[:2], corners[2:], q, i, score="volume", **temperatures)
+        best = pyops.boxes.box_topk(corners[:2], corners[2:], 5, score="volume", **temperatures)
+        weights = torch.randn_like(pairs), torch.randn_like(some)
+        chosen = wanted[q.unsqueeze(1), i]
+        found = [pairs, some, best.values, wanted.gather(1, best.indices)]
+        right = [wanted, chosen, *[wanted.topk(5).values] * 2]
+        for outputs, leaves, into in (((pairs, some), corners, found), ((wanted, chosen), wide, right)):
+            loss = sum((w * t.double()).sum() for w, t in zip(weights, outputs, strict=True))
+            into += torch.autograd.grad(loss, leaves)
+        for n, (got, exact) in enumerate(zip(found, right, strict=True)):
+            size = float(exact.detach().abs().max())
+            tolerance = 1e-4 if n < 4 or dtype == torch.float32 else 16 * torch.finfo(dtype).eps
+            what = f"boxes tau={tau} nu={nu} {dtype} result {n}"
+            wrong += compare(what, got.detach() / size, exact.detach() / size, max(tolerance, 1e-10))
+    return wrong
+
+
+PARTS = {
+    "directions": directions,
+    "step": step,
+    "polar": polar,
+    "attention": attention,
+    "tubal": tubal,
+    "boxes": boxes,
+}
 
 
 def main() -> int:

@@ -298,7 +298,7 @@ def sampled_grads_kernel(
     b = pid // across
     d = pid % across * BD + tl.arange(0, BD)
     d_inside = d < D
-    q = tl.load(query_ptr + b * query_b)
+    q = tl.load(query_ptr + (b * query_b + tl.zeros((1,), tl.int64)))
     q_valid = (q >= 0) & (q < U)
     q_mask = d_inside & q_valid
     qz = tl.load(qz_ptr + (q * qz_u + d * qz_d), q_mask, other=0.0).to(dtype)[None, :]

@@ -66,13 +66,18 @@ def test_pairs(run, tau, nu, dtype):
     check(run, oracle.boxes(5, 3, dtype=dtype), oracle.boxes(19, 3, dtype=dtype), tau, nu)
 
 
-@pytest.mark.parametrize(
-    ("queries", "items", "dim"), [(1, 1, 1), (70, 3, 2), (3, 131, 1), (2, 5, 64)]
-)
+@pytest.mark.parametrize(("queries", "items", "dim"), [(1, 1, 1), (70, 3, 2), (3, 131, 1), (2, 5, 64)])
 @modes
 def test_sizes(run, tau, nu, queries, items, dim):
-    """Around tiles, and with more dimensions than are summed at a time."""
-    check(run, oracle.boxes(queries, dim, dtype=F32), oracle.boxes(items, dim, dtype=F32), tau, nu)
+    """Around tiles; a gradient takes a program for each dimension."""
+    gradients = dim < 64 or tau == nu == 0
+    check(run, *(oracle.boxes(n, dim, dtype=F32) for n in (queries, items)), tau, nu, gradients=gradients)
+
+
+def test_more_dimensions_than_are_summed_at_a_time(run):
+    check(run, oracle.boxes(3, 100, dtype=F32), oracle.boxes(2, 100, dtype=F32), 0.1, 0.1)
+    for tau, nu in ((0.1, 0.3), (0.0, 0.0)):
+        check(run, *(oracle.boxes(n, 200, dtype=F32) for n in (2, 3)), tau, nu, gradients=False)
 
 
 @pytest.mark.parametrize("dtype", [F64, F32], ids=["float64", "float32"])
@@ -104,10 +109,9 @@ def test_disjoint_boxes_keep_their_slope(run, distance):
         assert ((grads[1] * nu - 1).abs() <= 1e-5).all() and ((grads[2] * nu + 1).abs() <= 1e-5).all()
 
 
-def test_large_coordinates_and_many_dimensions(run):
+def test_large_coordinates(run):
     queries, items = oracle.boxes(3, 5, dtype=F32), oracle.boxes(4, 5, dtype=F32)
     check(run, [t + 1e5 for t in queries], [t + 1e5 for t in items], 0.1, 0.1)
-    check(run, oracle.boxes(2, 1100, dtype=F32), oracle.boxes(3, 1100, dtype=F32), 0.1, 0.1, gradients=False)
 
 
 def test_strides(run):
@@ -235,7 +239,7 @@ def test_topk(run, dtype, terms):
 
 
 @pytest.mark.parametrize(
-    ("k", "items", "queries"), [(1, 700, 2), (20, 600, 17), (100, 260, 1), (130, 300, 2), (9, 4, 2)]
+    ("k", "items", "queries"), [(1, 520, 2), (20, 70, 17), (100, 140, 1), (130, 300, 2), (9, 4, 2)]
 )
 def test_topk_sizes(run, k, items, queries):
     """Every way to keep the best, several parts of the items, and more than there are."""
@@ -370,9 +374,13 @@ FORMS = {
     "k128": {"dtype": F32, "tau": 0.1, "nu": 0.1, "k": 128},
     "small": {"dtype": F32, "tau": 0.1, "nu": 0.1, "queries": 3, "items": 300},
 }
-DEFAULT = [("equal", "sm_90"), ("hard", "sm_80"), ("equal", "gfx942"), ("general", "sm_100")]
+DEFAULT = [("equal", "sm_90"), ("hard", "sm_80"), ("bfloat16", "gfx942"), ("general", "sm_100")]
 CASES = DEFAULT + [(f, a) for f in FORMS for a in aot.TARGETS if (f, a) not in DEFAULT]
-SPILLS: dict[str, int] = {}
+KERNELS = {name for name in vars(kernels) if name.endswith("_kernel")}
+# Bytes per thread, none of them in a loop over dimensions: those of topk_kernel are the sort's. AMD counts scalar
+# registers too, which go to lanes of a vector register; vector registers do not spill.
+SPILLS = dict.fromkeys(KERNELS, 16) | {"topk_kernel": 160}
+SPILLS_AMD = dict.fromkeys(KERNELS, 64)
 
 
 @pytest.mark.parametrize(
@@ -380,7 +388,8 @@ SPILLS: dict[str, int] = {}
     [pytest.param(*c, id="-".join(c), marks=() if c in DEFAULT else pytest.mark.slow) for c in CASES],
 )
 def test_compiles_within_the_bounds(form, arch):
-    wrong = aot.faults(form, lambda: everything(**FORMS[form]), arch, SPILLS)
+    spills = SPILLS_AMD if arch.startswith("gfx") else SPILLS
+    wrong = aot.faults(form, lambda: everything(**FORMS[form]), arch, spills)
     assert not wrong, "\n".join(wrong)
 
 
@@ -395,4 +404,4 @@ def test_sizes_of_one_compile():
 def test_every_kernel_is_compiled():
     with aot.record("sm_90") as launches:
         everything(**FORMS["equal"])
-    assert {item.name for item in launches} == {name for name in vars(kernels) if name.endswith("_kernel")}
+    assert {item.name for item in launches} == KERNELS
