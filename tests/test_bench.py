@@ -491,7 +491,7 @@ def gpu_check(tmp_path, plan, **env):
     return done, {part["name"]: part for part in data["parts"]}
 
 
-PARTS = ["machine", "build", "tests", "memcheck", "racecheck", "bench", "triton", "attention"]
+PARTS = ["machine", "build", "tests", "memcheck", "racecheck", "bench", "triton", "attention", "boxes"]
 
 
 def test_the_gpu_check_passes_when_its_parts_do(tmp_path):
@@ -519,6 +519,7 @@ def test_each_part_of_the_gpu_check_fails_alone(tmp_path):
         "bench": "ok",
         "triton": "FAIL",
         "attention": "FAIL",
+        "boxes": "FAIL",
     }
     assert parts["build"]["reason"] == "exit status 3: no nvcc here"
     assert parts["tests"]["reason"] == "planted"
