@@ -368,7 +368,7 @@ def cpu_cases(scale: str) -> list[Case]:
             exact, False,
             together(lambda oracle: (peers.mprod(exact.tubes, oracle),), plain(exact, False, scale, ["dct"])),
             transform="dct", bar=(25, package), **slower),
-        sensing_case(**measurements, steps=50 if tiny else 1000, bar=(8, "best"), **slower),
+        sensing_case(**measurements, steps=50 if tiny else 500, bar=(8, "best"), **slower),
         svd_case(12 if tiny else 256, 6 if tiny else 64, bar=(1.9, "torch SVD of all faces"),
                  rounds={"full": 7, "quick": 3, "tiny": 1}[scale]),
     ]  # fmt: skip

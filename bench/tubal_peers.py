@@ -122,8 +122,8 @@ def circulant(tubes: int, device: str = "cpu") -> Product:
 
 def dct_matrix(tubes: int) -> Tensor:
     """The orthonormal DCT-II in float64, by its definition."""
-    k, j = torch.arange(tubes).double()[:, None], torch.arange(tubes).double()
-    m = (2 / tubes) ** 0.5 * torch.cos(math.pi / tubes * k * (j + 0.5))
+    turns = torch.arange(tubes).outer(2 * torch.arange(tubes) + 1) % (4 * tubes)
+    m = (2 / tubes) ** 0.5 * torch.cos(math.pi / (2 * tubes) * turns.double())
     m[0] *= 0.5**0.5
     return m
 
