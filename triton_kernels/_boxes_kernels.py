@@ -84,7 +84,7 @@ def flags_kernel(
     """flags: of blocks of FLAG_ROWS queries for each term, [blocks, T], then of blocks of items."""
     pid = tl.program_id(0).to(tl.int64)
     inv_tau = tl.full((), inv_tau, tl.float32)
-    of_queries = tl.cdiv(B, FLAG_ROWS).to(tl.int64) * T
+    of_queries = tl.full((), 1, tl.int64) * tl.cdiv(B, FLAG_ROWS) * T
     lane = tl.arange(0, FLAG_ROWS)
     if pid < of_queries:
         t = pid % T
