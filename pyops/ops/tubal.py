@@ -313,6 +313,8 @@ def _matrix(m: Any, n: int, dtype: torch.dtype, device: torch.device) -> tuple[T
         raise ValueError(f"transform must be {(n, n)} for tubes of length {n}, got shape {tuple(m.shape)}")
     if m.device != device:
         raise ValueError(f"transform must be on the device of the tensors, {device}, got {m.device}")
+    if not torch.compiler.is_compiling() and torch._C._functorch.is_batchedtensor(m):
+        raise RuntimeError("transform must not be vmapped: give one matrix for the whole batch")
     exact = m.to(torch.complex128 if m.is_complex() else torch.float64)
     inverse, info = torch.linalg.inv_ex(exact)
     if not torch.compiler.is_compiling() and m.device.type != "meta":

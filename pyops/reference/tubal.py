@@ -28,9 +28,14 @@ def tubes_last(x: Tensor, axes: int) -> Tensor:
     return x.movedim((-2, -1), (-2 - axes, -1 - axes))
 
 
+@without_autocast
+def matmul(x: Tensor, y: Tensor) -> Tensor:
+    return x @ y
+
+
 def along(matrix: Tensor, x: Tensor, dim: int) -> Tensor:
     """matrix x_dim x: every line of x along dim is multiplied by the matrix."""
-    return (x.movedim(dim, -1) @ matrix.mT).movedim(-1, dim)
+    return matmul(x.movedim(dim, -1), matrix.mT).movedim(-1, dim)
 
 
 def to_faces(x: Tensor, axes: int, first: bool, matrices: Sequence[Tensor] | None) -> Tensor:
@@ -87,7 +92,7 @@ def product(
         forward_a, forward_b = ([m.to(wide) for m in f or ()] for f in (forward_a, forward_b))
     x = to_faces(a, axes, tubes_first, forward_a)
     y = to_faces(b, axes, tubes_first, forward_b)
-    c = (x.mH if transpose_a else x) @ (y.mH if transpose_b else y)
+    c = matmul(x.mH if transpose_a else x, y.mH if transpose_b else y)
     sizes = a.shape[-2 - axes : -2] if tubes_first else a.shape[-axes:]
     return from_faces(c, sizes, tubes_first, inverse, real)
 

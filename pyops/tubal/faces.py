@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import itertools
 import math
+import numbers
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, cast
 
@@ -20,6 +21,7 @@ from pyops.ops import _checks as checks
 from pyops.ops import tubal as ops
 from pyops.ops.tubal import DFT, LAYOUTS, Transform
 from pyops.reference import tubal as reference
+from pyops.reference._precision import without_autocast
 
 
 def real_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -80,6 +82,14 @@ def _symmetry(sizes: tuple[int, ...]) -> Symmetry:
 _cached_symmetry = functools.lru_cache(maxsize=256)(_symmetry)
 
 
+def _number(name: str, value: Any) -> None:
+    if isinstance(value, Tensor):
+        if value.ndim > 0:
+            raise ValueError(f"{name} needs a number, got a tensor of shape {tuple(value.shape)}")
+    elif isinstance(value, bool) or not isinstance(value, numbers.Number | torch.SymInt | torch.SymFloat):
+        raise TypeError(f"{name} needs a number, got {type(value).__name__}")
+
+
 def _pick(x: Tensor, dim: int, index: list[int]) -> Tensor:
     return x.index_select(dim, torch.tensor(index, dtype=torch.int64, device=x.device))
 
@@ -114,9 +124,15 @@ class HalfFaces:
         dtype: torch.dtype | None = None,
         transform: Transform = DFT,
     ):
+        if not isinstance(faces, Tensor):
+            raise TypeError(f"faces must be a torch.Tensor, got {type(faces).__name__}")
+        if not isinstance(sizes, Sequence):
+            raise TypeError(f"sizes must be a sequence of tube lengths, got {type(sizes).__name__}")
         self.faces = faces
         self.sizes = tuple(sizes)
         self.dtype = faces.dtype if dtype is None else dtype
+        if self.dtype not in ops.REAL and self.dtype not in ops.COMPLEX:
+            raise TypeError(f"dtype must be floating or complex, got {self.dtype}")
         self.real = not self.dtype.is_complex
         self.transform = transform
         wanted = self.sizes
@@ -218,12 +234,23 @@ class HalfFaces:
             raise ValueError(
                 f"the right factor must have {self.faces.shape[-1]} rows, got {other.faces.shape[-2]}"
             )
-        return self._combine(other, "@", torch.matmul)
+        return self._combine(other, "@", reference.matmul)
+
+    def matmul(self, other: HalfFaces) -> HalfFaces:
+        """``self @ other``, by a name: ``torch.compile`` does not trace ``@`` of objects."""
+        return self.__matmul__(other)
+
+    def _same_matrices(self, name: str, other: Any) -> None:
+        if isinstance(other, HalfFaces) and self.faces.shape[-2:] != other.faces.shape[-2:]:
+            wanted, found = tuple(self.faces.shape[-2:]), tuple(other.faces.shape[-2:])
+            raise ValueError(f"{name} needs matrices of one size, {wanted}, on both sides, got {found}")
 
     def __add__(self, other: HalfFaces) -> HalfFaces:
+        self._same_matrices("+", other)
         return self._combine(other, "+", torch.add)
 
     def __sub__(self, other: HalfFaces) -> HalfFaces:
+        self._same_matrices("-", other)
         return self._combine(other, "-", torch.sub)
 
     def __neg__(self) -> HalfFaces:
@@ -232,8 +259,7 @@ class HalfFaces:
     def __mul__(self, factor: float | Tensor) -> HalfFaces:
         if isinstance(factor, HalfFaces):
             raise TypeError("* needs a number, got HalfFaces; the t-product is @")
-        if isinstance(factor, Tensor) and factor.ndim > 0:
-            raise ValueError(f"* needs a number, got a tensor of shape {tuple(factor.shape)}")
+        _number("*", factor)
         if self.real and (
             isinstance(factor, complex) or (isinstance(factor, Tensor) and factor.is_complex())
         ):
@@ -243,10 +269,14 @@ class HalfFaces:
     __rmul__ = __mul__
 
     def __truediv__(self, divisor: float | Tensor) -> HalfFaces:
+        _number("/", divisor)
         return self * (1 / divisor)
 
     def inner(self, other: HalfFaces) -> Tensor:
         """Re <A, B> of the tensors by Parseval, [...]: for the DFT and unitary transforms up to a factor."""
+        if not isinstance(other, HalfFaces):
+            raise TypeError(f"other must be HalfFaces, got {type(other).__name__}")
+        self._same_matrices("inner", other)
         x, y, _ = self._with(other)
         kept = self if self.half == other.half else HalfFaces(x, self.sizes, transform=self.transform)
         products = (x.conj() * y).real * kept.weights
@@ -267,7 +297,7 @@ def unitary_scale(transform: Transform, sizes: Sequence[int]) -> float:
         return float(math.prod(sizes))
     scale = 1.0
     for m in transform.forward:
-        gram = (m.mH @ m).detach()
+        gram = reference.matmul(m.mH, m).detach()
         one = gram.diagonal().real.mean()
         eye = torch.eye(len(m), dtype=m.dtype, device=m.device)
         tolerance = 100 * len(m) * torch.finfo(m.dtype).eps
@@ -357,8 +387,9 @@ def facewise(a: Tensor, b: Tensor, *, layout: str = "last") -> Tensor:
     dtype = torch.promote_types(a.dtype, b.dtype)
     x, y = a.to(dtype), b.to(dtype)
     if layout == "first":
-        return x @ y
-    return reference.tubes_last(reference.faces_first(x, 1) @ reference.faces_first(y, 1), 1).contiguous()
+        return reference.matmul(x, y)
+    c = reference.matmul(reference.faces_first(x, 1), reference.faces_first(y, 1))
+    return reference.tubes_last(c, 1).contiguous()
 
 
 def enter(name: str, a: Any, transform: Any, layout: str, order: int) -> tuple[HalfFaces, Callable]:
@@ -375,6 +406,7 @@ def map_faces(function: Callable[..., tuple[Tensor, ...]], *tensors: HalfFaces) 
     Real faces go in as real matrices, so that real tensors give exactly real results; of two faces that are
     conjugates, one goes in. Results are [..., tubes, *rest], with as many leading dimensions as the faces.
     """
+    function = without_autocast(function)
     lead, axes = tensors[0], len(tensors[0].sizes)
     batch = lead.faces.ndim - 2 - axes
     flat = [t.faces.flatten(batch, batch + axes - 1) for t in tensors]

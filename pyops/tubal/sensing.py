@@ -11,7 +11,7 @@ from torch import Tensor
 from pyops.ops import _checks as checks
 from pyops.ops._tubal_sensing import check_dense, check_measured, check_operator, tubal_sensing_steps_
 from pyops.ops.tubal import tgram, tprod
-from pyops.reference.tubal import ttranspose
+from pyops.reference.tubal import matmul, ttranspose
 
 
 class Sensing:
@@ -60,14 +60,14 @@ class Sensing:
         wanted = tuple(self.operator.shape[1:])
         if tuple(z.shape[-3:]) != wanted:
             raise ValueError(f"z must be [..., {', '.join(map(str, wanted))}], got {tuple(z.shape)}")
-        return z.flatten(-3) @ self.operator.flatten(1).mT
+        return matmul(z.flatten(-3), self.operator.flatten(1).mT)
 
     def adjoint(self, residual: Tensor) -> Tensor:
         """A^*(r) = sum_i r_i A_i: [..., m] to [..., n, n, tubes]."""
         check_dense("residual", residual)
         if residual.ndim == 0 or residual.shape[-1] != len(self.operator):
             raise ValueError(f"residual must be [..., {len(self.operator)}], got {tuple(residual.shape)}")
-        z = residual @ self.operator.flatten(1)
+        z = matmul(residual, self.operator.flatten(1))
         return z.unflatten(-1, tuple(self.operator.shape[1:]))
 
     def loss(self, u: Tensor, y: Tensor) -> Tensor:
