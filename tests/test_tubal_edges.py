@@ -280,3 +280,31 @@ def test_parameters_and_subclasses():
     wanted = tprod(a, b)
     assert_same_bits(tprod(torch.nn.Parameter(a), b).detach(), wanted, "a parameter")
     assert torch.equal(tprod(a.as_subclass(Tagged), b).as_subclass(torch.Tensor), wanted)
+
+
+# Long tubes: every way of transforming them
+
+
+@pytest.mark.parametrize("n3", [160, 162, 169, 240, 509, 512, 514, 521, 1001, 1024, 1042, 4093, 6561, 20011])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=["float64", "float32"])
+def test_long_tubes(n3, dtype):
+    """Sums, passes of every radix, and chirps for large prime factors, against torch's FFT."""
+    a, b = draw(2, 3, n3, dtype=dtype), draw(3, 2, n3, dtype=dtype)
+    faces = [torch.fft.rfft(t.double()).permute(2, 0, 1) for t in (a, b)]
+    for x, y, transpose in ((a, b, False), (b, b, True)):
+        u, v = (faces[0] if x is a else faces[1]), faces[1]
+        wanted = torch.fft.irfft((u @ (v.mH if transpose else v)).permute(1, 2, 0), n=n3)
+        assert_close(tprod(x, y, transpose_b=transpose), wanted, 1e-14 if dtype == torch.float64 else 2e-6)
+
+
+@pytest.mark.parametrize("n3", [61, 169, 512, 521, 1042])
+def test_long_tubes_share_nothing(n3):
+    """A tube of large numbers leaves the others exact, and a NaN its own row."""
+    a, b = draw(40, 1, n3), draw(1, 1, n3)
+    wanted = tprod(a, b)
+    a[17] *= 1e30
+    a[23, 0, n3 // 2] = math.nan
+    c = tprod(a, b)
+    others = [i for i in range(40) if i not in (17, 23)]
+    assert_same_bits(c[others], wanted[others], "other rows")
+    assert c[23].isnan().all() and c[17].isfinite().all()
