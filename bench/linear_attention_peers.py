@@ -352,8 +352,8 @@ def sdpa(backward: bool, check: Callable, error: float) -> Impl:
 
 
 def torch_token(way: str = "") -> Impl:
-    """A decode step on a state that has batch and heads in one dimension: as it is usually written, with a new
-    state, or "in place", or "compiled"."""
+    """A decode step on a state that has batch and heads in one dimension: as it is usually written, with a
+    new state, or "in place", or "compiled"."""
 
     def usual(q: Tensor, k: Tensor, v: Tensor, g: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
         state = g.exp()[:, None, None] * state + k[:, :, None] * v[:, None]

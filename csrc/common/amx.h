@@ -144,8 +144,8 @@ inline void multiply_row(const Bf16* left, int64_t left_piece, const Bf16* right
                 load_accumulator(c + j * 1024);
             else
                 zero_accumulator();
-            accumulate<P, Left>(left + k0 * kBlockSize, left_piece, right + j * right_panel + k0 * kBlockSize, right_piece,
-                          k1 - k0);
+            accumulate<P, Left>(left + k0 * kBlockSize, left_piece, right + j * right_panel + k0 * kBlockSize,
+                                right_piece, k1 - k0);
             store_accumulator(c + j * 1024);
             if (cut + 1 == cuts) finish(j);
         }
