@@ -65,25 +65,44 @@ class TubeTransform {
             }
             return;
         }
-        const double scale = inverse_ ? 1.0 / static_cast<double>(n_) : 1.0;
-        const auto weight = [&](int64_t k) { return !inverse_ ? 1.0 : k == 0 || 2 * k == n_ ? scale : 2 * scale; };
+        // n cosines and sines, of which the tables' n^2 / 2 are taken.
+        double *const cosines = reinterpret_cast<double*>(t), *const sines = cosines + n_;
+        for (int64_t j = 0; j < n_; ++j) {
+            const Angle a = angle(j, n_);
+            cosines[j] = a.cos;
+            sines[j] = a.sin;
+        }
+        // factor times those of 2 pi f (first + step k) / n for k = 0, 1, ...
+        const auto fill = [&](T* to, int64_t count, const double* of, double factor, int64_t f, int64_t first,
+                              int64_t step) {
+            const int64_t along = f * step % n_;
+            int64_t at = f * first % n_;
+            for (int64_t k = 0; k < count; ++k) {
+                to[k] = static_cast<T>(factor * of[at]);
+                at += along;
+                if (at >= n_) at -= n_;
+            }
+        };
+        const double scale = inverse_ ? 1.0 / static_cast<double>(n_) : 1.0, twice = inverse_ ? 2 * scale : 1.0;
         const int64_t step = n_ % 2 ? 1 : 2;
         for (int64_t f = 0; f < cos_rows_; ++f) {
             T* even = cos_ + f * cos_even_;
             T* odd = cos_ + cos_rows_ * cos_even_ + f * cos_odd_;
-            for (int64_t k = 0; k < cos_even_; ++k)
-                even[k] = static_cast<T>(weight(step * k) * angle(f * step * k % n_, n_).cos);
-            for (int64_t k = 0; k < cos_odd_; ++k)
-                odd[k] = static_cast<T>(weight(2 * k + 1) * angle(f * (2 * k + 1) % n_, n_).cos);
+            fill(even, cos_even_, cosines, twice, f, 0, step);
+            fill(odd, cos_odd_, cosines, twice, f, 1, 2);
+            if (!inverse_) continue;
+            // Faces that are their own conjugates count once.
+            even[0] *= T(0.5);
+            if (n_ % 2) continue;
+            if (n_ / 2 % 2)
+                odd[cos_odd_ - 1] *= T(0.5);
+            else
+                even[cos_even_ - 1] *= T(0.5);
         }
-        const double sign = inverse_ ? 2 * scale : -1;
+        const double sign = inverse_ ? twice : -1;
         for (int64_t f = 1; f <= sin_rows_; ++f) {
-            T* odd = sin_ + (f - 1) * sin_odd_;
-            T* even = sin_ + sin_rows_ * sin_odd_ + (f - 1) * sin_even_;
-            for (int64_t k = 0; k < sin_odd_; ++k)
-                odd[k] = static_cast<T>(sign * angle(f * (step * k + 1) % n_, n_).sin);
-            for (int64_t k = 0; k < sin_even_; ++k)
-                even[k] = static_cast<T>(sign * angle(f * (2 * k + 2) % n_, n_).sin);
+            fill(sin_ + (f - 1) * sin_odd_, sin_odd_, sines, sign, f, 1, step);
+            fill(sin_ + sin_rows_ * sin_odd_ + (f - 1) * sin_even_, sin_even_, sines, sign, f, 2, 2);
         }
     }
 
