@@ -5,6 +5,9 @@
 
 For real A, face n3 - f is the conjugate of face f, so the faces 0 ... n3 // 2 suffice. A transform other than
 the DFT is given as matrices; faces are then real and transposes plain.
+
+Bits are those of torch's FFT and matrix products, which may cut their sums by the number of threads; the
+kernels give the same bits for any number.
 """
 
 from __future__ import annotations
