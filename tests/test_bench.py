@@ -543,7 +543,7 @@ def test_the_gpu_check_refuses_unknown_arguments():
 def test_the_real_dry_run(tmp_path):
     done = subprocess.run(
         [str(ROOT / "bench" / "gpu_check.sh"), "--dry-run"],
-        env={**os.environ, "PYTHON": sys.executable, "OUT": str(tmp_path), "GPU_CHECK_SECONDS": "1500"},
+        env={**os.environ, "PYTHON": sys.executable, "OUT": str(tmp_path), "GPU_CHECK_SECONDS": "3600"},
         capture_output=True,
         text=True,
     )
