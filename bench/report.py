@@ -84,6 +84,8 @@ def _judgement(case: dict) -> str:
     bar = case["bar"]
     if bar is None:
         return "told"
+    if bar["ratio"] is None:
+        return f"not measured, >= {bar['least']}"
     return f"{'ok' if bar['met'] else 'MISS'} >= {bar['least']}"
 
 

@@ -285,6 +285,14 @@ def test_a_miss_is_printed(toy, tmp_path, capsys):
     assert "MISS >= 1000000.0" in capsys.readouterr().out
 
 
+def test_a_peer_that_did_not_run_is_no_miss(toy, tmp_path, capsys):
+    """It is not called met either: with --gate the run fails."""
+    toy(toy_case(bar=(1.0, "gone")))
+    assert run_toy(tmp_path, "--gate") == 1
+    printed = capsys.readouterr().out
+    assert "not measured, >= 1.0" in printed and "MISS" not in printed
+
+
 def test_a_broken_write_leaves_the_old_file(tmp_path):
     target = tmp_path / "bench.json"
     report.write_json({"old": 1}, target)
