@@ -25,6 +25,7 @@ import pytest
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
+from torch.utils._python_dispatch import TorchDispatchMode
 
 ALL_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 ISAS = ("default", "avx2", "avx512")
@@ -135,6 +136,21 @@ def bits(t: Tensor) -> Tensor:
     """The bit pattern, so that equal means equal: NaN equals itself and -0 is not 0."""
     size = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8}[t.element_size()]
     return t.detach().contiguous().view(size)
+
+
+class LargestTensor(TorchDispatchMode):
+    """The bytes of the largest tensor that an op made inside the block, without the scratch of kernels."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bytes = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        for t in out if isinstance(out, tuple | list) else [out]:
+            if isinstance(t, Tensor):
+                self.bytes = max(self.bytes, t.untyped_storage().nbytes())
+        return out
 
 
 def assert_same_bits(a: Tensor | tuple[Tensor, ...], b: Tensor | tuple[Tensor, ...], what: str) -> None:

@@ -7,7 +7,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from suite import ALL_DTYPES, assert_same_bits
+from suite import ALL_DTYPES, LargestTensor, assert_same_bits
 from torch.autograd import forward_ad
 
 from pyops import boxes
@@ -398,26 +398,14 @@ def test_stacked_and_concatenated_corners_are_views():
 @pytest.mark.parametrize("backward", [False, True])
 def test_memory(backward):
     """No cube: far less than queries x items x dimensions is held (measured by the largest tensor)."""
-    from torch.utils._python_dispatch import TorchDispatchMode
-
-    largest = 0
-
-    class Watch(TorchDispatchMode):
-        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-            nonlocal largest
-            out = func(*args, **(kwargs or {}))
-            for t in out if isinstance(out, tuple | list) else [out]:
-                if isinstance(t, torch.Tensor):
-                    largest = max(largest, t.untyped_storage().nbytes())
-            return out
 
     queries, items = oracle.boxes(300, 64, dtype=F32), oracle.boxes(400, 64, dtype=F32)
     inputs = [t.requires_grad_(backward) for t in (*queries, *items)]
-    with Watch():
+    with LargestTensor() as largest:
         logs = pairwise_log_volume(inputs[:2], inputs[2:], **temperatures(0.1, 0.1))
         if backward:
             logs.sum().backward()
-    assert largest <= 300 * 400 * 64 * 4 / 8
+    assert largest.bytes <= 300 * 400 * 64 * 4 / 8
 
 
 def test_tangents_of_temperatures_are_refused():

@@ -7,7 +7,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from suite import ALL_DTYPES, assert_same_bits, layouts, memory
+from suite import ALL_DTYPES, LargestTensor, assert_same_bits, layouts, memory
 
 from pyops import boxes
 from pyops.boxes import box_topk, pairwise_containment, pairwise_log_volume
@@ -238,19 +238,7 @@ def test_memory():
 
     if which("box_topk", queries[0]) == "reference":
         pytest.skip("the reference holds some rows of scores")
-    from torch.utils._python_dispatch import TorchDispatchMode
 
-    largest = 0
-
-    class Watch(TorchDispatchMode):
-        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-            nonlocal largest
-            out = func(*args, **(kwargs or {}))
-            for t in out if isinstance(out, tuple | list) else [out]:
-                if isinstance(t, torch.Tensor):
-                    largest = max(largest, t.untyped_storage().nbytes())
-            return out
-
-    with Watch():
+    with LargestTensor() as largest:
         box_topk(queries, items, 10, **temperatures(0.1, 0.1))
-    assert largest <= items[0].numel() * 4
+    assert largest.bytes <= items[0].numel() * 4
