@@ -45,16 +45,12 @@ void on_threads(int threads, const F& work) {
     member(omp_get_thread_num(), omp_get_num_threads());
 }
 
-// Settings, and scratch that a thread owns; `take` claims it (with null Pieces it counts).
+// The bytes of the settings, and of the scratch that each thread owns, by a dry run of take(settings, pieces).
 template <class T>
 struct Call {
-    const BoxModel& model;
     int64_t shared_bytes = 0, own_bytes = 0;
-    Arena* arena = nullptr;
-
-    // Sizes by a dry run.
     template <class Take>
-    Call(const BoxModel& m, const Take& take) : model(m) {
+    Call(const BoxModel& m, const Take& take) {
         Pieces count(nullptr);
         const BoxSettings<T> s(m, count);
         for (int i = 0; i < 3; ++i) count.take<T>(m.dims);
@@ -381,7 +377,6 @@ void topk(const BoxModel& m, const BoxTopk& p, int threads) {
     Pieces count(nullptr);
     count.take<T>(ranges > 1 ? queries * ranges * k : 0);
     count.take<int64_t>(ranges > 1 ? queries * ranges * k : 0);
-    count.take<int64_t>(ranges > 1 ? queries * ranges : 0);
     count.take<Best<T>>(queries * ranges);
     Arena arena(call.bytes(threads) + count.used());
     Pieces shared(arena.data());
@@ -389,7 +384,6 @@ void topk(const BoxModel& m, const BoxTopk& p, int threads) {
     Pieces heaps(arena.data() + call.bytes(threads));
     T* range_values = heaps.take<T>(ranges > 1 ? queries * ranges * k : 0);
     int64_t* range_indices = heaps.take<int64_t>(ranges > 1 ? queries * ranges * k : 0);
-    heaps.take<int64_t>(ranges > 1 ? queries * ranges : 0);
     Best<T>* best = heaps.take<Best<T>>(queries * ranges);
     for (int64_t r = 0; r < ranges; ++r)
         for (int64_t q = 0; q < queries; ++q)
