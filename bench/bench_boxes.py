@@ -386,26 +386,32 @@ def cpu_cases(scale: str) -> list[Case]:
     def ranked() -> tuple[Impl, ...]:
         return peers.topk("log", k), peers.topk("exp", k), *full(peers.topk("log", k, compile_whole=True))
 
+    # The quick form leaves out what it could not compare, and eager runs of seconds that say little new.
+    long = scale != "quick"
     slowest = f"torch eager, chunks of {peers.ROWS} x {peers.COLUMNS}, torch.topk"
+    compiled = [
+        pair_case(s, False, full(peers.compiled("log"), peers.compiled("exp")), ", compiled",
+                  bar=(20, "torch.compile"), **rounds),
+        pair_case(s, True, (peers.in_chunks("exp", True), *full(peers.compiled("log", True))), ", compiled",
+                  bar=(20, "torch.compile"), **slower),
+    ]  # fmt: skip
+    kept = [
+        pair_case(shape, backward, (peers.eager(key, backward),), ", malloc keeps memory", env=KEPT, **slower)
+        for shape, key, backward in ((s, "log", False), (s, "log", True), (hard, "hard", False))
+    ]
     return [
         pair_case(s, False, (peers.eager("log"), peers.as_written()), bar=(45, eager), **slower),
         pair_case(s, False, (peers.in_chunks("log"),), ", in chunks", bar=(22, chunked), **rounds),
-        pair_case(s, False, full(peers.compiled("log"), peers.compiled("exp")), ", compiled",
-                  bar=(20, "torch.compile"), **rounds),
         pair_case(s, False, (peers.package(),), ", package", bar=(55, "box-embeddings 0.1.0"), **slower),
         pair_case(s, False, (peers.in_chunks("exp"),), ", exp-domain",
                   bar=(8, f"torch exp-domain, {peers.CHUNKS}"), **rounds),
         pair_case(s, True, (peers.eager("log", True), peers.in_chunks("log", True)),
                   bar=(50, eager), **slower),
-        pair_case(s, True, (peers.in_chunks("exp", True), *full(peers.compiled("log", True))), ", compiled",
-                  bar=(20, "torch.compile"), **slower),
         pair_case(hard, False, (peers.eager("hard"), peers.in_chunks("hard"), *full(peers.compiled("hard"))),
                   bar=(90, eager), **slower),
         topk_case(many, k, True, ranked(), bar=(10, slowest), **slower),
         topk_case(many, k, False, ranked(), bar=(10, slowest), **slower),
-        *(pair_case(shape, backward, (peers.eager(key, backward),), ", malloc keeps memory",
-                    env=KEPT, **slower)
-          for shape, key, backward in ((s, "log", False), (s, "log", True), (hard, "hard", False))),
+        *(compiled + kept if long else ()),
         memory_case(s, False),
         memory_case(s, True),
     ]  # fmt: skip

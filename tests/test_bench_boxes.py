@@ -182,7 +182,7 @@ def test_the_promised_table_is_there_in_full_shape():
 def test_smaller_runs_name_the_compiled_peers_that_they_leave_to_the_full_run(scale):
     listed = bench.cases("cpu", scale)
     compiled = [impl for case in listed for impl in case.peers if "compile" in impl.name]
-    assert len(compiled) == 6
+    assert len(compiled) == (3 if scale == "quick" else 6)
     for impl in compiled:
         with pytest.raises(Missing, match="only in the full run"):
             impl.build()
