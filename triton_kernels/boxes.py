@@ -329,8 +329,8 @@ def box_sampled_backward(
     """The op ``pyops::box_sampled_backward`` on a GPU: [B, D] of queries twice, [B S, D] of items twice."""
     batch, samples = item_index.shape
     (queries, dim), count = qz.shape, iz.shape[0]
-    dq = [torch.empty(batch, dim, dtype=qz.dtype, device=qz.device) for _ in "zZ"]
-    di = [torch.empty(batch * samples, dim, dtype=iz.dtype, device=qz.device) for _ in "zZ"]
+    dq = [torch.empty(batch, dim, dtype=_work(qz), device=qz.device) for _ in "zZ"]
+    di = [torch.empty(batch * samples, dim, dtype=_work(qz), device=qz.device) for _ in "zZ"]
     form, numbers = _sampled_form(qz, tau, nu, offset, dim)
     bd = _cover(dim, 16, 64)
     bs = _cover(samples, 4, 1024 // bd)

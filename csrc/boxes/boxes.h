@@ -23,8 +23,8 @@ struct BoxModel {
     const double* nus = nullptr;  // per dimension, instead of nu
 };
 
-// Results and gradients of results are double for float64 and float otherwise; gradients of corners have the corners'
-// dtype and are contiguous.
+// Results and gradients of results are double for float64 and float otherwise. Gradients of corners are contiguous and
+// have the corners' dtype; those of sampled rows have that of the results.
 struct BoxGradients {
     const void* grad = nullptr;  // queries x items, contiguous
     void *query_z = nullptr, *query_Z = nullptr, *item_z = nullptr, *item_Z = nullptr;

@@ -557,6 +557,8 @@ template <class T>
 void sampled_backward(const BoxModel& m, const BoxSamples& p, const BoxGradients& g, int threads) {
     using Vector = typename BoxTile<T>::Vector;
     constexpr int64_t kLanes = BoxTile<T>::kLanes;
+    BoxModel rows = m;  // what is written is not narrowed
+    rows.dtype = sizeof(T) == 8 ? DType::F64 : DType::F32;
     const Call<T> call(m, [&](const BoxSettings<T>& s, Pieces& own) { SampleScratch<T>(s, own); });
     threads = threads_for(static_cast<double>(p.count) * static_cast<double>(p.samples * m.dims), threads);
     Arena arena(call.bytes(threads));
@@ -580,12 +582,13 @@ void sampled_backward(const BoxModel& m, const BoxSamples& p, const BoxGradients
                 tile_gradients(mine, x.rows, x.tile, 0, 1, x.grad, x.row_z, x.row_Z, x.rows.ld, x.item_z, x.item_Z);
                 for (int64_t l = 0; l < lanes; ++l) {
                     const int64_t row = b * p.samples + j + l;
-                    write_gradient(m, g.item_z, row, m.dims, reinterpret_cast<const T*>(x.item_z) + l, kLanes, T(-1));
-                    write_gradient(m, g.item_Z, row, m.dims, reinterpret_cast<const T*>(x.item_Z) + l, kLanes, T(1));
+                    write_gradient(rows, g.item_z, row, m.dims, reinterpret_cast<const T*>(x.item_z) + l, kLanes,
+                                   T(-1));
+                    write_gradient(rows, g.item_Z, row, m.dims, reinterpret_cast<const T*>(x.item_Z) + l, kLanes, T(1));
                 }
             }
-            write_gradient(m, g.query_z, b, m.dims, x.row_z, x.rows.ld, T(-1));
-            write_gradient(m, g.query_Z, b, m.dims, x.row_Z, x.rows.ld, T(1));
+            write_gradient(rows, g.query_z, b, m.dims, x.row_z, x.rows.ld, T(-1));
+            write_gradient(rows, g.query_Z, b, m.dims, x.row_Z, x.rows.ld, T(1));
         }
     });
 }

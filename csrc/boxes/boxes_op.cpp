@@ -206,8 +206,9 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> box_sampled_backward(Tensor grad, Ten
     const Samples samples(tables, op, query_index, item_index);
     const int64_t count = samples.get.count, pairs = count * samples.get.samples, dims = model.get().dims;
     const Tensor g = checked_grad(grad, model, op, count, samples.get.samples);
-    Tensor dqz = allocate(qz, {count, dims}), dqZ = allocate(qZ, {count, dims});
-    Tensor diz = allocate(iz, {pairs, dims}), diZ = allocate(iZ, {pairs, dims});
+    // In the dtype of the log volumes: rows of one box are yet to be added up.
+    Tensor dqz = allocate(qz, {count, dims}, model.result()), dqZ = allocate(qZ, {count, dims}, model.result());
+    Tensor diz = allocate(iz, {pairs, dims}, model.result()), diZ = allocate(iZ, {pairs, dims}, model.result());
     const BoxGradients gradients{g.data_ptr(), dqz.data_ptr(), dqZ.data_ptr(), diz.data_ptr(), diZ.data_ptr()};
     if (count > 0) PYOPS_ISA_CALL(box_sampled_backward, model.get(), samples.get, gradients, kernel_threads());
     return {dqz, dqZ, diz, diZ};

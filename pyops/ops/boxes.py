@@ -390,7 +390,7 @@ def _sampled_fake(qz, qZ, iz, iZ, query_index, item_index, tau, nu, offset):
 def _sampled_backward_fake(grad, qz, qZ, iz, iZ, query_index, item_index, *_):
     batch, samples = item_index.shape
     shapes = [(batch, qz.shape[1])] * 2 + [(batch * samples, iz.shape[1])] * 2
-    return tuple(t.new_empty(shape) for t, shape in zip((qz, qZ, iz, iZ), shapes, strict=True))
+    return tuple(grad.new_empty(shape) for shape in shapes)
 
 
 def _context(ctx, inputs, output):
@@ -421,8 +421,7 @@ def _sampled_rows(ctx, grad):
 
 def _sampled_grad(ctx, grad):
     def dense(table, index, rows):
-        wide = rows.to(reference.working_dtype(rows))
-        return torch.ops.aten.embedding_dense_backward(wide, index, len(table), -1, False).to(table.dtype)
+        return torch.ops.aten.embedding_dense_backward(rows, index, len(table), -1, False).to(table.dtype)
 
     found = [None if rows is None else dense(t, i, rows) for t, i, rows in _sampled_rows(ctx, grad)]
     return *found, *(None,) * 5
@@ -442,7 +441,8 @@ class _SparseSampled(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple:
         def sparse(table: Tensor, index: Tensor, rows: Tensor) -> Tensor:
-            return torch.sparse_coo_tensor(index.unsqueeze(0), rows, table.shape, check_invariants=False)
+            made = torch.sparse_coo_tensor(index.unsqueeze(0), rows, table.shape, check_invariants=False)
+            return made if rows.dtype == table.dtype else made.coalesce().to(table.dtype)  # added up unrounded
 
         found = [None if rows is None else sparse(t, i, rows) for t, i, rows in _sampled_rows(ctx, grad)]
         return *found, *(None,) * 5

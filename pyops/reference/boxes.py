@@ -287,16 +287,16 @@ def box_sampled(qz, qZ, iz, iZ, query_index, item_index, tau, nu, offset):
 
 
 def box_sampled_backward(grad, qz, qZ, iz, iZ, query_index, item_index, tau, nu, offset):
-    """Gradients of the gathered rows: [B, D] twice and [B S, D] twice."""
+    """Gradients of the gathered rows, in the dtype of the log volumes: [B, D] twice and [B S, D] twice."""
     tables = qz, qZ, iz, iZ
     batch, samples = item_index.shape
     dim = iz.shape[1]
-    dqz, dqZ = (qz.new_empty(batch, dim) for _ in range(2))
-    diz, diZ = (iz.new_empty(batch, samples, dim) for _ in range(2))
+    dqz, dqZ = (grad.new_empty(batch, dim) for _ in range(2))
+    diz, diZ = (grad.new_empty(batch, samples, dim) for _ in range(2))
     for rows in chunks(batch, samples * dim):
         corners = _gathered(rows, tables, query_index, item_index)
         r = grad[rows].to(corners[0].dtype).unsqueeze(-1) * slope(overlap(corners, tau, offset), nu)
         found = corner_gradients(r, corners, tau)
-        dqz[rows], dqZ[rows] = (t.sum(1).to(qz.dtype) for t in found[:2])
-        diz[rows], diZ[rows] = (t.to(iz.dtype) for t in found[2:])
+        dqz[rows], dqZ[rows] = (t.sum(1) for t in found[:2])
+        diz[rows], diZ[rows] = found[2:]
     return dqz, dqZ, diz.flatten(0, 1), diZ.flatten(0, 1)
