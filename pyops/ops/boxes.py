@@ -442,7 +442,9 @@ class _SparseSampled(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple:
         def sparse(table: Tensor, index: Tensor, rows: Tensor) -> Tensor:
             made = torch.sparse_coo_tensor(index.unsqueeze(0), rows, table.shape, check_invariants=False)
-            return made if rows.dtype == table.dtype else made.coalesce().to(table.dtype)  # added up unrounded
+            return (
+                made if rows.dtype == table.dtype else made.coalesce().to(table.dtype)
+            )  # added up unrounded
 
         found = [None if rows is None else sparse(t, i, rows) for t, i, rows in _sampled_rows(ctx, grad)]
         return *found, *(None,) * 5
