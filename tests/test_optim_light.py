@@ -535,4 +535,6 @@ def test_backward_holds_one_fresh_gradient_at_a_time():
             opt.step()
     layer = WIDTH * WIDTH * 4
     assert layer <= peaks[True] < 2 * layer
-    assert peaks[False] >= LAYERS * layer
+    # Activations that the forward pass left are freed meanwhile, and count against what is allocated.
+    activations = (LAYERS + 1) * 4 * WIDTH * 4
+    assert peaks[False] >= LAYERS * layer - activations
