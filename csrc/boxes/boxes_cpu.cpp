@@ -34,6 +34,11 @@ int threads_for(double elements, int threads) {
     return static_cast<int>(std::clamp(elements / kGrain, 1.0, 1.0 * threads));
 }
 
+// Where the share of `rank` of so many rows begins, in whole blocks.
+int64_t share_of(int64_t rows, int64_t block, int rank, int size) {
+    return std::min(rows, (rows + block - 1) / block * rank / size * block);
+}
+
 template <class F>
 void on_threads(int threads, const F& work) {
     const auto member = [&](int rank, int size) {
@@ -76,7 +81,7 @@ BoxSettings<T> prepared(const BoxModel& m, const BoxTable& queries, const BoxTab
 template <class T>
 void log_volumes(const BoxModel& m, const BoxTable& queries, const BoxTable& items, T* out, int threads) {
     using Tile = BoxTile<T>;
-    constexpr int64_t kLanes = Tile::kLanes;
+    constexpr int64_t kLanes = Tile::kLanes, kBlock = Tile::kBlock;
     if (queries.rows == 0 || items.rows == 0) return;
     const int64_t chunk = chunk_rows(m, queries.rows), tiles = (items.rows + kLanes - 1) / kLanes;
     const Call<T> call(m, [&](const BoxSettings<T>& s, Pieces& own) { Tile(s, false, own); });
@@ -97,7 +102,8 @@ void log_volumes(const BoxModel& m, const BoxTable& queries, const BoxTable& ite
         on_threads(threads, [&](int rank, int size) {
             Pieces own(arena.data() + call.shared_bytes + rank * call.own_bytes);
             Tile tile(s, false, own);
-            rows.load(m, s, queries, first, nullptr, of_chunk * rank / size, of_chunk * (rank + 1) / size);
+            rows.load(m, s, queries, first, share_of(of_chunk, kBlock, rank, size),
+                      share_of(of_chunk, kBlock, rank + 1, size));
 #pragma omp barrier
             for (int64_t t; (t = next.fetch_add(1, std::memory_order_relaxed)) < tiles;) {
                 const int64_t start = t * kLanes, lanes = std::min(kLanes, items.rows - start);
@@ -106,9 +112,13 @@ void log_volumes(const BoxModel& m, const BoxTable& queries, const BoxTable& ite
                     const int n = static_cast<int>(std::min<int64_t>(4, of_chunk - q));
                     typename Tile::Vector v[4];
                     tile.volumes(s, rows, q, n, v);
-                    for (int i = 0; i < n; ++i)
-                        std::copy_n(reinterpret_cast<const T*>(v + i), lanes,
-                                    out + (first + q + i) * items.rows + start);
+                    for (int i = 0; i < n; ++i) {
+                        T* to = out + (first + q + i) * items.rows + start;
+                        if (lanes == kLanes)
+                            SmallGemm<T>::store(to, v[i]);
+                        else
+                            std::copy_n(reinterpret_cast<const T*>(v + i), lanes, to);
+                    }
                 }
             }
         });
@@ -135,41 +145,41 @@ template <class T, class Part>
     Gem::store(row_Z, Gem::load(row_Z) + sums_of_lanes<T>(b));
 }
 
-// Gradients of `count` rows from `first` with a tile, whose gradients of log volumes are grad[i], added to
-// row_z[d ld + i] and item_z[d].
+// Gradients of `count` rows from `first` with a tile, whose gradients of log volumes are grad[i], added to row_z and
+// row_Z, laid out like the rows, and to item_z[d].
 template <class T>
 void tile_gradients(const BoxSettings<T>& s, const BoxRows<T>& rows, const BoxTile<T>& tile, int64_t first,
-                    int64_t count, typename BoxTile<T>::Vector* grad, T* row_z, T* row_Z, int64_t ld,
+                    int64_t count, typename BoxTile<T>::Vector* grad, T* row_z, T* row_Z,
                     typename BoxTile<T>::Vector* item_z, typename BoxTile<T>::Vector* item_Z) {
     using Tile = BoxTile<T>;
     using Vector = typename Tile::Vector;
-    constexpr int64_t kLanes = Tile::kLanes;
+    constexpr int64_t kLanes = Tile::kLanes, kBlock = Tile::kBlock;
     for (int64_t i0 = 0; i0 < count; i0 += kLanes) {
-        const int64_t n = std::min(kLanes, count - i0), q = first + i0;
+        const int64_t n = std::min(kLanes, count - i0), q = first + i0, at = rows.at(q);
         bool products = true;
         for (int64_t i = 0; i < n; ++i) {
             products = products && tile.products(s, rows, q + i);
-            grad[i0 + i] += tile.bad + rows.bounds[q + i].bad;
+            grad[i0 + i] += tile.bad + rows.bad[q + i];
             if (!s.soft) {
                 const Vector least = tile.smallest(s, rows, q + i);
-                grad[i0 + i] = least > T(0) ? grad[i0 + i] : tile.bad + rows.bounds[q + i].bad;
+                grad[i0 + i] = least > T(0) ? grad[i0 + i] : tile.bad + rows.bad[q + i];
             }
         }
         const Vector* g = grad + i0;
         if (products) {
+            for (int64_t i = 0; i < n; ++i) grad[i0 + i] *= s.inverse_tau;
             // The factors P and Q of each box: here, so that other tiles of the row may take the other form.
             for (int64_t d = 0; d < s.dims; ++d) {
                 alignas(64) T sum_z[kLanes] = {}, sum_Z[kLanes] = {};
                 Vector iz{}, iZ{};
                 add_parts<T>(
                     n,
-                    [&](int64_t i)
-                        __attribute__((always_inline)) { return tile.product_parts(s, rows, q + i, d, g[i]); },
+                    [&](int64_t i) __attribute__((always_inline)) { return tile.product_parts(rows, at + i, d, g[i]); },
                     sum_z, sum_Z, &iz, &iZ);
-                const T *p = rows.P + d * rows.ld + q, *t = rows.Q + d * rows.ld + q;
+                const int64_t e = at + d * kBlock;
                 for (int64_t i = 0; i < n; ++i) {
-                    row_z[d * ld + q + i] += p[i] * sum_z[i];
-                    row_Z[d * ld + q + i] += t[i] * sum_Z[i];
+                    row_z[e + i] += rows.P[e + i] * sum_z[i];
+                    row_Z[e + i] += rows.Q[e + i] * sum_Z[i];
                 }
                 // Of the tile's own factors only: both kinds of rows end up in one sum.
                 item_z[d] += iz * SmallGemm<T>::load(tile.P + d * kLanes);
@@ -183,21 +193,33 @@ void tile_gradients(const BoxSettings<T>& s, const BoxRows<T>& rows, const BoxTi
             tile.with_parts(s, rows, worst, [&](const auto& parts) {
                 for (int64_t d = 0; d < s.dims; ++d)
                     add_parts<T>(
-                        n, [&](int64_t i) __attribute__((always_inline)) { return parts(q + i, d, g[i]); },
-                        row_z + d * ld + q, row_Z + d * ld + q, item_z + d, item_Z + d);
+                        n, [&](int64_t i) __attribute__((always_inline)) { return parts(at + i, d, g[i]); },
+                        row_z + at + d * kBlock, row_Z + at + d * kBlock, item_z + d, item_Z + d);
             });
         }
     }
 }
 
-// dz = -sum, dZ = +sum.
+// Gradients of `count` <= kLanes rows from `row` on, times a sign (dz = -sum, dZ = +sum), where dimension d of all of
+// them is at sums[d step].
 template <class T>
-void write_gradient(const BoxModel& m, void* target, int64_t row, int64_t rows_step, const T* sums, int64_t step,
-                    T factor) {
+void store_corners(const BoxModel& m, void* target, int64_t row, int64_t count, const T* sums, int64_t step, T sign) {
+    constexpr int64_t kLanes = SmallGemm<T>::kLanes;
+    alignas(64) T square[kLanes * kLanes];
     with_type(m.dtype, [&](auto* tag) {
         using E = std::remove_pointer_t<decltype(tag)>;
-        E* p = static_cast<E*>(target) + row * rows_step;
-        for (int64_t d = 0; d < m.dims; ++d) narrow(factor * sums[d * step], p[d]);
+        E* p = static_cast<E*>(target) + row * m.dims;
+        for (int64_t d = 0; d < m.dims; d += kLanes) {
+            const int64_t dims = std::min(kLanes, m.dims - d);
+            if (dims == kLanes) {
+                Transpose<T>::block(sums + d * step, step, square, kLanes);
+            } else {
+                for (int64_t j = 0; j < dims; ++j)
+                    for (int64_t l = 0; l < count; ++l) square[l * kLanes + j] = sums[(d + j) * step + l];
+            }
+            for (int64_t l = 0; l < count; ++l)
+                for (int64_t j = 0; j < dims; ++j) narrow(sign * square[l * kLanes + j], p[l * m.dims + d + j]);
+        }
     });
 }
 
@@ -205,7 +227,7 @@ template <class T>
 void backward(const BoxModel& m, const BoxTable& queries, const BoxTable& items, const BoxGradients& g, int threads) {
     using Tile = BoxTile<T>;
     using Vector = typename Tile::Vector;
-    constexpr int64_t kLanes = Tile::kLanes, kRows = 256;
+    constexpr int64_t kLanes = Tile::kLanes, kBlock = Tile::kBlock, kRows = 256;
     // Rows are the smaller table. Grad of row i and lane l is at grad[i row_step + l lane_step].
     const bool swapped = queries.rows > items.rows;
     const BoxTable &small = swapped ? items : queries, &large = swapped ? queries : items;
@@ -214,20 +236,21 @@ void backward(const BoxModel& m, const BoxTable& queries, const BoxTable& items,
     void *row_z = swapped ? g.item_z : g.query_z, *row_Z = swapped ? g.item_Z : g.query_Z;
     void *lane_z = swapped ? g.query_z : g.item_z, *lane_Z = swapped ? g.query_Z : g.item_Z;
 
-    const int64_t tiles = (large.rows + kLanes - 1) / kLanes, ld = padded(small.rows, kLanes) + kLanes;
+    const int64_t tiles = (large.rows + kLanes - 1) / kLanes;
+    const int64_t sums = padded(small.rows, kBlock) * m.dims;
     struct Own {
         Tile tile;
         Vector *grad, *item_z, *item_Z;
         T *row_z, *row_Z;
-        Own(const BoxModel& model, const BoxSettings<T>& s, int64_t ld, Pieces& p)
+        Own(const BoxModel& model, const BoxSettings<T>& s, int64_t sums, Pieces& p)
             : tile(s, false, p),
               grad(p.take<Vector>(kRows)),
               item_z(p.take<Vector>(model.dims)),
               item_Z(p.take<Vector>(model.dims)),
-              row_z(p.take<T>(model.dims * ld)),
-              row_Z(p.take<T>(model.dims * ld)) {}
+              row_z(p.take<T>(sums)),
+              row_Z(p.take<T>(sums)) {}
     };
-    const Call<T> call(m, [&](const BoxSettings<T>& s, Pieces& own) { Own(m, s, ld, own); });
+    const Call<T> call(m, [&](const BoxSettings<T>& s, Pieces& own) { Own(m, s, sums, own); });
     threads = threads_for(static_cast<double>(queries.rows) * static_cast<double>(items.rows * m.dims), threads);
     Pieces count(nullptr);
     const BoxSettings<T> sizes(m, count);
@@ -240,11 +263,12 @@ void backward(const BoxModel& m, const BoxTable& queries, const BoxTable& items,
     int members = 1;
     on_threads(threads, [&](int rank, int size) {
         Pieces own_pieces(arena.data() + call.shared_bytes + rank * call.own_bytes);
-        Own own(m, s, ld, own_pieces);
+        Own own(m, s, sums, own_pieces);
         if (rank == 0) members = size;
-        rows.load(m, s, small, 0, nullptr, small.rows * rank / size, small.rows * (rank + 1) / size);
-        std::fill(own.row_z, own.row_z + m.dims * ld, T(0));
-        std::fill(own.row_Z, own.row_Z + m.dims * ld, T(0));
+        rows.load(m, s, small, 0, share_of(small.rows, kBlock, rank, size),
+                  share_of(small.rows, kBlock, rank + 1, size));
+        std::fill(own.row_z, own.row_z + sums, T(0));
+        std::fill(own.row_Z, own.row_Z + sums, T(0));
 #pragma omp barrier
         for (int64_t t = tiles * rank / size; t < tiles * (rank + 1) / size; ++t) {
             const int64_t start = t * kLanes, lanes = std::min(kLanes, large.rows - start);
@@ -258,32 +282,29 @@ void backward(const BoxModel& m, const BoxTable& queries, const BoxTable& items,
                     T* to = reinterpret_cast<T*>(own.grad + i);
                     for (int64_t l = 0; l < kLanes; ++l) to[l] = l < lanes ? from[l * lane_step] : T(0);
                 }
-                tile_gradients(s, rows, own.tile, first, n, own.grad, own.row_z, own.row_Z, ld, own.item_z, own.item_Z);
+                tile_gradients(s, rows, own.tile, first, n, own.grad, own.row_z, own.row_Z, own.item_z, own.item_Z);
             }
-            for (int64_t l = 0; l < lanes; ++l) {
-                const T *a = reinterpret_cast<const T*>(own.item_z) + l,
-                        *b = reinterpret_cast<const T*>(own.item_Z) + l;
-                write_gradient(m, lane_z, start + l, m.dims, a, kLanes, T(-1));
-                write_gradient(m, lane_Z, start + l, m.dims, b, kLanes, T(1));
-            }
+            store_corners(m, lane_z, start, lanes, reinterpret_cast<const T*>(own.item_z), kLanes, T(-1));
+            store_corners(m, lane_Z, start, lanes, reinterpret_cast<const T*>(own.item_Z), kLanes, T(1));
         }
     });
     // In the order of the threads' shares.
     const auto own_rows = [&](int rank) {
         Pieces p(arena.data() + call.shared_bytes + rank * call.own_bytes);
-        return Own(m, s, ld, p);
+        return Own(m, s, sums, p);
     };
     const Own first = own_rows(0);
     for (int rank = 1; rank < members; ++rank) {
         const Own other = own_rows(rank);
-        for (int64_t e = 0; e < m.dims * ld; ++e) {
+        for (int64_t e = 0; e < sums; ++e) {
             first.row_z[e] += other.row_z[e];
             first.row_Z[e] += other.row_Z[e];
         }
     }
-    for (int64_t i = 0; i < small.rows; ++i) {
-        write_gradient(m, row_z, i, m.dims, first.row_z + i, ld, T(-1));
-        write_gradient(m, row_Z, i, m.dims, first.row_Z + i, ld, T(1));
+    for (int64_t i = 0; i < small.rows; i += kLanes) {
+        const int64_t n = std::min(kLanes, small.rows - i);
+        store_corners(m, row_z, i, n, first.row_z + rows.at(i), kBlock, T(-1));
+        store_corners(m, row_Z, i, n, first.row_Z + rows.at(i), kBlock, T(1));
     }
 }
 
@@ -400,7 +421,7 @@ void topk(const BoxModel& m, const BoxTopk& p, int threads) {
             const int64_t from = p.items.rows * range / ranges / kLanes * kLanes;
             const int64_t to =
                 range + 1 == ranges ? p.items.rows : p.items.rows * (range + 1) / ranges / kLanes * kLanes;
-            own.rows.load(m, s, p.queries, first * p.terms, nullptr, 0, n * p.terms);
+            own.rows.load(m, s, p.queries, first * p.terms, 0, n * p.terms);
             // A query can be pruned by its first term alone, if the others are taken away from it.
             const auto prunes = [&](int64_t q) {
                 if (!p.prune || p.signs[(first + q) * p.terms] <= 0) return false;
@@ -499,6 +520,7 @@ void topk(const BoxModel& m, const BoxTopk& p, int threads) {
 
 template <class T>
 struct SampleScratch {
+    static constexpr int64_t kBlock = BoxSettings<T>::kBlock;
     BoxTile<T> tile;
     BoxRows<T> rows;
     T* center;
@@ -511,20 +533,20 @@ struct SampleScratch {
           grad(p.take<typename BoxTile<T>::Vector>(1)),
           item_z(p.take<typename BoxTile<T>::Vector>(s.dims)),
           item_Z(p.take<typename BoxTile<T>::Vector>(s.dims)),
-          row_z(p.take<T>(s.dims * rows.ld)),
-          row_Z(p.take<T>(s.dims * rows.ld)) {}
+          row_z(p.take<T>(s.dims * kBlock)),
+          row_Z(p.take<T>(s.dims * kBlock)) {}
 
     // The settings with the query's own middle as centre, and the query.
     BoxSettings<T> load(const BoxModel& m, const BoxSettings<T>& s, const BoxTable& queries, int64_t row) {
         BoxSettings<T> mine = s;
         mine.center = center;
-        read_corner(m, queries, false, row, rows.z, rows.ld);
-        read_corner(m, queries, true, row, rows.Z, rows.ld);
+        read_corner(m, queries, false, row, rows.z);
+        read_corner(m, queries, true, row, rows.Z);
         for (int64_t d = 0; d < m.dims; ++d) {
-            const T middle = rows.z[d * rows.ld] + (rows.Z[d * rows.ld] - rows.z[d * rows.ld]) / 2;
+            const T middle = rows.z[d] + (rows.Z[d] - rows.z[d]) / 2;
             center[d] = middle - middle == 0 ? middle : T(0);
         }
-        rows.load(m, mine, queries, row, nullptr, 0, 1);
+        rows.load(m, mine, queries, row, 0, 1);
         return mine;
     }
 };
@@ -570,8 +592,8 @@ void sampled_backward(const BoxModel& m, const BoxSamples& p, const BoxGradients
         SampleScratch<T> x(s, own);
         for (int64_t b = p.count * rank / size; b < p.count * (rank + 1) / size; ++b) {
             const BoxSettings<T> mine = x.load(m, s, p.queries, p.query_index[b]);
-            std::fill(x.row_z, x.row_z + m.dims * x.rows.ld, T(0));
-            std::fill(x.row_Z, x.row_Z + m.dims * x.rows.ld, T(0));
+            std::fill(x.row_z, x.row_z + m.dims * x.kBlock, T(0));
+            std::fill(x.row_Z, x.row_Z + m.dims * x.kBlock, T(0));
             for (int64_t j = 0; j < p.samples; j += kLanes) {
                 const int64_t lanes = std::min(kLanes, p.samples - j);
                 x.tile.load(m, mine, p.items, 0, p.item_index + b * p.samples + j, lanes);
@@ -579,16 +601,13 @@ void sampled_backward(const BoxModel& m, const BoxSamples& p, const BoxGradients
                 std::fill(x.item_Z, x.item_Z + m.dims, Vector{});
                 T* to = reinterpret_cast<T*>(x.grad);
                 for (int64_t l = 0; l < kLanes; ++l) to[l] = l < lanes ? grad[b * p.samples + j + l] : T(0);
-                tile_gradients(mine, x.rows, x.tile, 0, 1, x.grad, x.row_z, x.row_Z, x.rows.ld, x.item_z, x.item_Z);
-                for (int64_t l = 0; l < lanes; ++l) {
-                    const int64_t row = b * p.samples + j + l;
-                    write_gradient(rows, g.item_z, row, m.dims, reinterpret_cast<const T*>(x.item_z) + l, kLanes,
-                                   T(-1));
-                    write_gradient(rows, g.item_Z, row, m.dims, reinterpret_cast<const T*>(x.item_Z) + l, kLanes, T(1));
-                }
+                tile_gradients(mine, x.rows, x.tile, 0, 1, x.grad, x.row_z, x.row_Z, x.item_z, x.item_Z);
+                const int64_t row = b * p.samples + j;
+                store_corners(rows, g.item_z, row, lanes, reinterpret_cast<const T*>(x.item_z), kLanes, T(-1));
+                store_corners(rows, g.item_Z, row, lanes, reinterpret_cast<const T*>(x.item_Z), kLanes, T(1));
             }
-            write_gradient(rows, g.query_z, b, m.dims, x.row_z, x.rows.ld, T(-1));
-            write_gradient(rows, g.query_Z, b, m.dims, x.row_Z, x.rows.ld, T(1));
+            store_corners(rows, g.query_z, b, 1, x.row_z, x.kBlock, T(-1));
+            store_corners(rows, g.query_Z, b, 1, x.row_Z, x.kBlock, T(1));
         }
     });
 }

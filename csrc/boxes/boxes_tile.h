@@ -1,10 +1,9 @@
 // Log-volumes of a few query boxes with a tile of kLanes item boxes, and their gradients.
 //
-// With nu = tau all dimensions of an intersection follow from products: with P = e^((z - c) / tau) and
-// Q = e^((c - Z) / tau), whose sums over boxes are those of the intersection, e^(-w / tau) = P Q and
+// With nu = tau all dimensions of an intersection follow from products: with P = e^((z - c + offset) / tau) and
+// Q = e^((c - Z) / tau), whose sums over boxes are those of the intersection, e^((offset - w) / tau) = P Q and
 //
-//   side = tau log1p(x),  x = e^(-offset / tau) / (P Q):   two adds, two products, a division and a log1p per
-//   dimension.
+//   side = tau log1p(x),  x = 1 / (P Q):   two adds, two products, a reciprocal and a log1p per dimension.
 //
 // Sides are multiplied, and the exponent of the product split off every four dimensions (every one, if sides may be
 // smaller than e^-17). This needs |z - c|, |Z - c| <= 40 tau. Outside, and for nu != tau, the log domain:
@@ -14,7 +13,7 @@
 //
 // where log side = s for s below about -80. Hard boxes: max, min, difference, product.
 //
-// Gradients, with r = grad dlog(side)/dw: product form r = grad x / ((1 + x) log1p(x) tau), dz_q -= r P_q / P,
+// Gradients, with r = grad dlog(side)/dw: product form r = grad / ((P Q + 1) log1p(x) tau), dz_q -= r P_q / P,
 // dZ_q += r Q_q / Q and likewise for items, where P_q and Q_q are multiplied to the sums over items at the end.
 #pragma once
 
@@ -33,20 +32,21 @@ template <class T>
 struct BoxSettings {
     using Math = VectorMath<T>;
     static constexpr T kWindow = 40;
+    static constexpr int64_t kBlock = std::max(VectorMath<T>::kLanes, 4);  // rows that lie together
 
     int64_t dims;
-    T tau, inverse_tau, offset, factor;  // factor = e^(-offset / tau)
-    bool gumbel, soft, products;         // tau > 0, nu > 0, nu = tau > 0
-    T* inverse_nu;                       // per dimension
-    T* center;                           // c
-    T constant = 0;                      // sum of log nu
+    T tau, inverse_tau, offset, shift;  // shift = offset / tau
+    bool gumbel, soft, products;        // tau > 0, nu > 0, nu = tau > 0
+    T* inverse_nu;                      // per dimension
+    T* center;                          // c
+    T constant = 0;                     // sum of log nu
 
     BoxSettings(const BoxModel& m, Pieces& pieces)
         : dims(m.dims),
           tau(static_cast<T>(m.tau)),
           inverse_tau(static_cast<T>(1 / m.tau)),
           offset(static_cast<T>(m.offset)),
-          factor(static_cast<T>(std::exp(-m.offset / m.tau))),
+          shift(static_cast<T>(m.offset / m.tau)),
           gumbel(m.tau > 0),
           soft(m.nu > 0 || m.nus),
           products(m.tau > 0 && !m.nus && m.nu == m.tau && std::abs(m.offset) <= 4 * m.tau),
@@ -67,12 +67,12 @@ struct BoxSettings {
 
 // One corner of a row, widened.
 template <class T>
-inline void read_corner(const BoxModel& m, const BoxTable& t, bool upper, int64_t row, T* out, int64_t step) {
+inline void read_corner(const BoxModel& m, const BoxTable& t, bool upper, int64_t row, T* out) {
     with_type(m.dtype, [&](auto* tag) {
         using E = std::remove_pointer_t<decltype(tag)>;
         const E* p = static_cast<const E*>(upper ? t.Z : t.z) + row * (upper ? t.Z_row : t.z_row);
         const int64_t stride = upper ? t.Z_dim : t.z_dim;
-        for (int64_t d = 0; d < m.dims; ++d) out[d * step] = static_cast<T>(widen(p[d * stride]));
+        for (int64_t d = 0; d < m.dims; ++d) out[d] = static_cast<T>(widen(p[d * stride]));
     });
 }
 
@@ -86,7 +86,7 @@ inline void find_center(const BoxModel& m, const BoxTable& queries, const BoxTab
     for (const BoxTable* t : {&queries, &items})
         for (int64_t i = 0; i < t->rows; ++i)
             for (const bool upper : {false, true}) {
-                read_corner(m, *t, upper, i, row, 1);
+                read_corner(m, *t, upper, i, row);
                 for (int64_t d = 0; d < m.dims; ++d) {
                     const T x = row[d];
                     const bool finite = x - x == 0;
@@ -97,64 +97,115 @@ inline void find_center(const BoxModel& m, const BoxTable& queries, const BoxTab
     for (int64_t d = 0; d < m.dims; ++d) center[d] = low[d] <= high[d] ? low[d] + (high[d] - low[d]) / 2 : T(0);
 }
 
-// What is known of a box besides its corners.
+// What is known of kLanes boxes besides their corners, in a lane each.
 template <class T>
 struct BoxBounds {
-    T bad;             // NaN if a corner is, else 0
-    T low, high;       // largest exponents of P and of Q
-    T width;           // largest Z - z
-    bool window;       // exponents within the window, or no constraint (P or Q zero)
-    bool constrained;  // no corner at infinity
+    using Vector = typename SmallGemm<T>::Vector;
+    using Mask = typename VectorMath<T>::Ints;
+    Vector bad;        // NaN if a corner is, else 0
+    Vector low, high;  // largest exponents of P and of Q
+    Vector width;      // largest Z - z
+    Mask window;       // exponents within the window, or no constraint (P or Q zero)
+    Mask constrained;  // no corner at infinity
 };
 
-// Exponents of one box; dimension d at z[d step].
+// Corners of kLanes boxes: rows first .. first + count, or index[0 .. count), of which the first is repeated in the
+// lanes that are left. Dimension d of all of them goes to out[d step].
 template <class T>
-inline BoxBounds<T> bounds_of(const BoxSettings<T>& s, const T* z, const T* Z, int64_t step) {
-    constexpr T kInfinity = VectorMath<T>::kInfinity;
-    BoxBounds<T> b{0, -kInfinity, -kInfinity, -kInfinity, true, true};
+inline void load_corners(const BoxModel& m, const BoxTable& t, bool upper, int64_t first, const int64_t* index,
+                         int64_t count, T* square, T* out, int64_t step) {
+    constexpr int64_t kLanes = SmallGemm<T>::kLanes;
+    with_type(m.dtype, [&](auto* tag) {
+        using E = std::remove_pointer_t<decltype(tag)>;
+        const E* base = static_cast<const E*>(upper ? t.Z : t.z);
+        const int64_t row = upper ? t.Z_row : t.z_row, stride = upper ? t.Z_dim : t.z_dim;
+        for (int64_t d = 0; d < m.dims; d += kLanes) {
+            const int64_t dims = std::min(kLanes, m.dims - d);
+            for (int64_t l = 0; l < kLanes; ++l) {
+                const int64_t i = l < count ? l : 0;
+                const E* p = base + (index ? index[i] : first + i) * row + d * stride;
+                T* to = square + l * kLanes;
+                if (stride == 1 && dims == kLanes) {
+                    for (int64_t j = 0; j < kLanes; ++j) to[j] = static_cast<T>(widen(p[j]));
+                } else {
+                    for (int64_t j = 0; j < dims; ++j) to[j] = static_cast<T>(widen(p[j * stride]));
+                }
+            }
+            if (dims == kLanes) {
+                Transpose<T>::block(square, kLanes, out + d * step, step);
+            } else {
+                for (int64_t j = 0; j < dims; ++j)
+                    for (int64_t l = 0; l < kLanes; ++l) out[(d + j) * step + l] = square[l * kLanes + j];
+            }
+        }
+    });
+}
+
+// Corners as load_corners() has them, their exponentials if wanted, and their bounds.
+template <class T>
+inline BoxBounds<T> load_boxes(const BoxModel& m, const BoxSettings<T>& s, const BoxTable& t, int64_t first,
+                               const int64_t* index, int64_t count, T* square, T* z, T* Z, T* P, T* Q, int64_t step) {
+    using Gem = SmallGemm<T>;
+    using Math = VectorMath<T>;
+    using Vector = typename Gem::Vector;
+    constexpr T kInfinity = Math::kInfinity, kWindow = BoxSettings<T>::kWindow;
+    load_corners(m, t, false, first, index, count, square, z, step);
+    load_corners(m, t, true, first, index, count, square, Z, step);
+    const Vector least = Math::all(-kInfinity);
+    BoxBounds<T> b{Vector{}, least, least, least, ~typename Math::Ints{}, ~typename Math::Ints{}};
     for (int64_t d = 0; d < s.dims; ++d) {
-        const T low = z[d * step], high = Z[d * step];
-        if (low != low || high != high) b.bad = static_cast<T>(__builtin_nan(""));
-        const T p = (low - s.center[d]) * s.inverse_tau, q = (s.center[d] - high) * s.inverse_tau;
+        const Vector low = Gem::load(z + d * step), high = Gem::load(Z + d * step), c = Math::all(s.center[d]);
+        b.bad = (low != low) | (high != high) ? Math::all(static_cast<T>(__builtin_nan(""))) : b.bad;
+        const Vector p = (low - c) * s.inverse_tau + s.shift, q = (c - high) * s.inverse_tau, width = high - low;
         b.low = p > b.low ? p : b.low;
         b.high = q > b.high ? q : b.high;
-        b.width = high - low > b.width ? high - low : b.width;
-        const bool open_low = low == -kInfinity, open_high = high == kInfinity;
-        if (open_low || open_high) b.constrained = false;
-        if (!(open_low || std::abs(p) <= BoxSettings<T>::kWindow)) b.window = false;
-        if (!(open_high || std::abs(q) <= BoxSettings<T>::kWindow)) b.window = false;
+        b.width = width > b.width ? width : b.width;
+        const auto open_low = low == -kInfinity, open_high = high == kInfinity;
+        b.constrained &= ~(open_low | open_high);
+        b.window &= (open_low | ((p <= kWindow) & (p >= -kWindow))) & (open_high | ((q <= kWindow) & (q >= -kWindow)));
+        if (!P) continue;
+        Gem::store(P + d * step, Math::exp(p));
+        Gem::store(Q + d * step, Math::exp(q));
     }
-    if (b.bad != 0) b.window = false;  // NaN
+    b.window &= b.bad == Vector{};
     return b;
 }
 
-// Query boxes: dimension d of box i at [d ld + i].
+// Query boxes, kBlock together, of which dimension d is at [d kBlock].
 template <class T>
 struct BoxRows {
-    int64_t most, ld;
+    using Gem = SmallGemm<T>;
+    static constexpr int64_t kLanes = Gem::kLanes, kBlock = BoxSettings<T>::kBlock;
+    int64_t dims;
     T *z, *Z, *P, *Q;
-    BoxBounds<T>* bounds;
-    BoxRows(const BoxSettings<T>& s, int64_t rows, Pieces& pieces)
-        : most(rows), ld(padded(rows, SmallGemm<T>::kLanes) + SmallGemm<T>::kLanes) {
-        z = pieces.take<T>(s.dims * ld);
-        Z = pieces.take<T>(s.dims * ld);
-        P = pieces.take<T>(s.gumbel ? s.dims * ld : 0);
-        Q = pieces.take<T>(s.gumbel ? s.dims * ld : 0);
-        bounds = pieces.take<BoxBounds<T>>(rows);
+    T *bad, *low, *high, *width;
+    typename VectorMath<T>::Int* window;
+
+    BoxRows(const BoxSettings<T>& s, int64_t rows, Pieces& pieces) : dims(s.dims) {
+        const int64_t most = padded(rows, kBlock);
+        z = pieces.take<T>(s.dims * most);
+        Z = pieces.take<T>(s.dims * most);
+        P = pieces.take<T>(s.gumbel ? s.dims * most : 0);
+        Q = pieces.take<T>(s.gumbel ? s.dims * most : 0);
+        for (T** each : {&bad, &low, &high, &width}) *each = pieces.take<T>(most);
+        window = pieces.take<typename VectorMath<T>::Int>(most);
     }
-    // Row `first + i` of the table, or index[i], to place i, for from <= i < to.
-    void load(const BoxModel& m, const BoxSettings<T>& s, const BoxTable& t, int64_t first, const int64_t* index,
-              int64_t from, int64_t to) const {
-        for (int64_t i = from; i < to; ++i) {
-            const int64_t row = index ? index[i] : first + i;
-            read_corner(m, t, false, row, z + i, ld);
-            read_corner(m, t, true, row, Z + i, ld);
-            bounds[i] = bounds_of(s, z + i, Z + i, ld);
-            if (!s.gumbel) continue;
-            for (int64_t d = 0; d < s.dims; ++d) {
-                P[d * ld + i] = exp_of((z[d * ld + i] - s.center[d]) * s.inverse_tau);
-                Q[d * ld + i] = exp_of((s.center[d] - Z[d * ld + i]) * s.inverse_tau);
-            }
+    // Where dimension 0 of box q is.
+    int64_t at(int64_t q) const { return q / kBlock * (kBlock * dims) + q % kBlock; }
+
+    // Rows first + from .. first + to of the table, to places from .. to; from is a multiple of kBlock.
+    void load(const BoxModel& m, const BoxSettings<T>& s, const BoxTable& t, int64_t first, int64_t from,
+              int64_t to) const {
+        alignas(64) T square[kLanes * kLanes];
+        for (int64_t i = from; i < to; i += kLanes) {
+            T *p = s.gumbel ? P + at(i) : nullptr, *q = s.gumbel ? Q + at(i) : nullptr;
+            const BoxBounds<T> b = load_boxes(m, s, t, first + i, nullptr, std::min(kLanes, to - i), square, z + at(i),
+                                              Z + at(i), p, q, kBlock);
+            Gem::store(bad + i, b.bad);
+            Gem::store(low + i, b.low);
+            Gem::store(high + i, b.high);
+            Gem::store(width + i, b.width);
+            __builtin_memcpy(window + i, &b.window, sizeof(b.window));
         }
     }
 };
@@ -166,7 +217,8 @@ struct BoxTile {
     using Math = VectorMath<T>;
     using Vector = typename Gem::Vector;
     using Ints = typename Math::Ints;
-    static constexpr int64_t kLanes = Gem::kLanes;
+    using Exponents = typename Math::Exponents;
+    static constexpr int64_t kLanes = Gem::kLanes, kBlock = BoxSettings<T>::kBlock;
     static constexpr int64_t kSegment = 16;  // dimensions between the tests of a pruned search
 
     T *z, *Z, *P, *Q;
@@ -187,41 +239,27 @@ struct BoxTile {
     // Rows first .. first + count, or index[0 .. count); the lanes that are left repeat the first.
     void load(const BoxModel& m, const BoxSettings<T>& s, const BoxTable& t, int64_t first, const int64_t* index,
               int64_t count) {
-        constexpr T kInfinity = Math::kInfinity;
-        low = high = width = -kInfinity;
+        alignas(64) T square[kLanes * kLanes];
+        T *p = s.gumbel ? P : nullptr, *q = s.gumbel ? Q : nullptr;
+        const BoxBounds<T> b = load_boxes(m, s, t, first, index, count, square, z, Z, p, q, kLanes);
+        bad = b.bad;
+        low = high = width = -Math::kInfinity;
         window = true;
-        alignas(64) T of_lane[kLanes];
         for (int64_t l = 0; l < kLanes; ++l) {
-            const int64_t i = l < count ? l : 0, row = index ? index[i] : first + i;
-            read_corner(m, t, false, row, z + l, kLanes);
-            read_corner(m, t, true, row, Z + l, kLanes);
-            const BoxBounds<T> b = bounds_of(s, z + l, Z + l, kLanes);
-            of_lane[l] = b.bad;
-            low = b.low > low ? b.low : low;
-            high = b.high > high ? b.high : high;
-            width = b.width > width ? b.width : width;
-            window = window && b.window && b.constrained;
+            low = std::max(low, b.low[l]);
+            high = std::max(high, b.high[l]);
+            width = std::max(width, b.width[l]);
+            window = window && b.window[l] && b.constrained[l];
         }
-        bad = Gem::load(of_lane);
-        if (!s.gumbel || !window) return;
-        for (int64_t d = 0; d < s.dims; ++d) {
-            const Vector c = Math::all(s.center[d]);
-            Gem::store(P + d * kLanes, Math::exp((Gem::load(z + d * kLanes) - c) * s.inverse_tau));
-            Gem::store(Q + d * kLanes, Math::exp((c - Gem::load(Z + d * kLanes)) * s.inverse_tau));
-        }
-        if (!own || !s.products) return;
+        if (!own || !s.products || !window) return;
         Vector product = Math::all(1);
-        Ints exponent{};
+        Exponents exponent{};
         for (int64_t d = 0; d < s.dims; ++d) {
             const Vector pq = Gem::load(P + d * kLanes) * Gem::load(Q + d * kLanes);
-            product = Math::split(product * Math::log1p(s.factor / pq), exponent);
-            if (d % kSegment == kSegment - 1) own[d / kSegment] = logarithm(product, exponent);
+            product = Math::split(product * Math::log1p(Math::reciprocal(pq)), exponent);
+            if (d % kSegment == kSegment - 1) own[d / kSegment] = Math::log(product, exponent);
         }
-        own[s.dims / kSegment] = logarithm(product, exponent);
-    }
-
-    static Vector logarithm(Vector product, Ints exponent) {
-        return Math::log(product) + __builtin_convertvector(exponent, Vector) * Math::kLn2;
+        own[s.dims / kSegment] = Math::log(product, exponent);
     }
 
     // Whether the product form serves row q, and whether sides are no smaller than e^-17 then.
@@ -230,10 +268,10 @@ struct BoxTile {
     }
     // Whether P and Q of the row and of the tile are within the window. Hard volumes need w to the last place.
     bool factors(const BoxSettings<T>& s, const BoxRows<T>& rows, int64_t q) const {
-        return s.gumbel && s.soft && window && rows.bounds[q].window;
+        return s.gumbel && s.soft && window && rows.window[q];
     }
     bool mild(const BoxRows<T>& rows, int64_t q) const {
-        return std::max(low, rows.bounds[q].low) + std::max(high, rows.bounds[q].high) <= 15;
+        return std::max(low, rows.low[q]) + std::max(high, rows.high[q]) <= 15;
     }
 
     // out[i] = the log volumes of row q + i with the tile, for n <= 4 rows.
@@ -243,7 +281,7 @@ struct BoxTile {
             for (int i = 0; i < 4; ++i) {
                 all = all && products(s, rows, q + i);
                 all_mild = all_mild && mild(rows, q + i);
-                narrow = narrow && rows.bounds[q + i].width < kWide;
+                narrow = narrow && rows.width[q + i] < kWide;
             }
             if (all && all_mild) return by_products<4, 4>(s, rows, q, out);
             if (all) return by_products<4, 1>(s, rows, q, out);
@@ -264,25 +302,24 @@ struct BoxTile {
     bool volumes_above(const BoxSettings<T>& s, const BoxRows<T>& rows, int64_t q, Vector shift, const T* least,
                        Vector* out) const {
         Vector product[N];
-        Ints exponent[N] = {};
+        Exponents exponent[N] = {};
         for (int i = 0; i < N; ++i) product[i] = Math::all(1);
         const int64_t last = s.dims / kSegment;
         for (int64_t g = 0; g <= last; ++g) {
-            multiply_sides<N, 1>(s, rows, q, g * kSegment, std::min(s.dims, (g + 1) * kSegment), product, exponent);
+            multiply_sides<N, 1>(rows, q, g * kSegment, std::min(s.dims, (g + 1) * kSegment), product, exponent);
             if (g == last) break;
             // What is to come can at most be the items' own sides.
             const Vector rest = own[last] - own[g] + s.constant - shift;
             bool hope = false;
             for (int i = 0; i < N; ++i) {
-                const Vector bound = logarithm(product[i], exponent[i]) + rest;
+                const Vector bound = Math::log(product[i], exponent[i]) + rest;
                 const T slack = T(1e-5) * (1 + std::abs(least[i]));
                 const auto above = !(bound < least[i] - slack);
                 for (int64_t l = 0; l < kLanes; ++l) hope = hope || above[l];
             }
             if (!hope) return false;
         }
-        for (int i = 0; i < N; ++i)
-            out[i] = logarithm(product[i], exponent[i]) + s.constant + bad + rows.bounds[q + i].bad;
+        for (int i = 0; i < N; ++i) out[i] = Math::log(product[i], exponent[i]) + s.constant + bad + rows.bad[q + i];
         return true;
     }
 
@@ -291,22 +328,23 @@ struct BoxTile {
         Vector row_z, row_Z, item_z, item_Z;
     };
 
-    [[gnu::always_inline]] Parts product_parts(const BoxSettings<T>& s, const BoxRows<T>& rows, int64_t q, int64_t d,
-                                               Vector grad) const {
-        const Vector p = rows.P[d * rows.ld + q] + Gem::load(P + d * kLanes);
-        const Vector t = rows.Q[d * rows.ld + q] + Gem::load(Q + d * kLanes);
-        const Vector inverse = T(1) / (p * t), x = s.factor * inverse;
-        const Vector r = grad * s.inverse_tau * (x / ((T(1) + x) * Math::log1p(x)));
-        const Vector a = r * (inverse * t), b = r * (inverse * p);
+    // grad is that of the log volume over tau. Without the factors P_q and P of each box.
+    [[gnu::always_inline]] Parts product_parts(const BoxRows<T>& rows, int64_t at, int64_t d, Vector grad) const {
+        const Vector p = rows.P[at + d * kBlock] + Gem::load(P + d * kLanes);
+        const Vector t = rows.Q[at + d * kBlock] + Gem::load(Q + d * kLanes);
+        const Vector y = p * t, x = Math::reciprocal(y);
+        const Vector r = grad * x * Math::reciprocal((y + T(1)) * Math::log1p(x));
+        const Vector a = r * t, b = r * p;
         return {a, b, a, b};
     }
 
-    // Calls f with the parts of a dimension as a function of (row, dimension, grad), in the form that serves row q.
+    // Calls f with the parts of a dimension as a function of (at of the row, dimension, grad), in the form that serves
+    // row q.
     template <class F>
     void with_parts(const BoxSettings<T>& s, const BoxRows<T>& rows, int64_t q, const F& f) const {
         with_way(s, rows, q, [&]<Way way, bool kSoft>() {
-            f([&](int64_t row, int64_t d, Vector grad)
-                  __attribute__((always_inline)) { return logarithm_parts<way, kSoft>(s, rows, row, d, grad); });
+            f([&](int64_t at, int64_t d, Vector grad)
+                  __attribute__((always_inline)) { return logarithm_parts<way, kSoft>(s, rows, at, d, grad); });
         });
     }
 
@@ -315,7 +353,7 @@ struct BoxTile {
         Vector least = Math::all(Math::kInfinity);
         with_way(s, rows, q, [&]<Way way, bool>() {
             for (int64_t d = 0; d < s.dims; ++d) {
-                const Vector w = argument<way, false>(s, rows, q, d);
+                const Vector w = argument<way, false>(s, rows, rows.at(q), d);
                 least = w < least ? w : least;
             }
         });
@@ -326,18 +364,18 @@ struct BoxTile {
     enum class Way { Factors, Exponentials, Hard };
 
     template <Way way, bool kSoft>
-    [[gnu::always_inline]] Parts logarithm_parts(const BoxSettings<T>& s, const BoxRows<T>& rows, int64_t q, int64_t d,
+    [[gnu::always_inline]] Parts logarithm_parts(const BoxSettings<T>& s, const BoxRows<T>& rows, int64_t at, int64_t d,
                                                  Vector grad) const {
-        const Vector side = argument<way, kSoft>(s, rows, q, d);
+        const Vector side = argument<way, kSoft>(s, rows, at, d);
         Shares low, high;
         if constexpr (way == Way::Factors) {
-            const Vector pq = Math::all(rows.P[d * rows.ld + q]), tq = Math::all(rows.Q[d * rows.ld + q]);
+            const Vector pq = Math::all(rows.P[at + d * kBlock]), tq = Math::all(rows.Q[at + d * kBlock]);
             const Vector pi = Gem::load(P + d * kLanes), ti = Gem::load(Q + d * kLanes);
             const Vector p = pq + pi, t = tq + ti, inverse = T(1) / (p * t);
             low = {pq * (inverse * t), pi * (inverse * t)};
             high = {tq * (inverse * p), ti * (inverse * p)};
         } else {
-            const Vector zq = Math::all(rows.z[d * rows.ld + q]), Zq = Math::all(rows.Z[d * rows.ld + q]);
+            const Vector zq = Math::all(rows.z[at + d * kBlock]), Zq = Math::all(rows.Z[at + d * kBlock]);
             const Vector zi = Gem::load(z + d * kLanes), Zi = Gem::load(Z + d * kLanes);
             if constexpr (way == Way::Exponentials) {
                 low = shares(difference(zq, zi) * s.inverse_tau);
@@ -364,50 +402,49 @@ struct BoxTile {
     static constexpr T kTiny = sizeof(T) == 4 ? T(1e-9) : T(1e-70), kWide = sizeof(T) == 4 ? T(1e9) : T(1e70);
 
     template <int N, int kEvery>
-    [[gnu::always_inline]] void multiply_sides(const BoxSettings<T>& s, const BoxRows<T>& rows, int64_t q, int64_t from,
-                                               int64_t to, Vector* product, Ints* exponent) const {
-        const T *pq = rows.P + from * rows.ld + q, *qq = rows.Q + from * rows.ld + q;
-        const Vector factor = Math::all(s.factor);
+    [[gnu::always_inline]] void multiply_sides(const BoxRows<T>& rows, int64_t q, int64_t from, int64_t to,
+                                               Vector* product, Exponents* exponent) const {
+        const T *pq = rows.P + rows.at(q) + from * kBlock, *qq = rows.Q + rows.at(q) + from * kBlock;
+        const auto side = [&](int64_t d, int i) __attribute__((always_inline)) {
+            const T *a = pq + (d - from) * kBlock, *b = qq + (d - from) * kBlock;
+            const Vector p = a[i] + Gem::load(P + d * kLanes), t = b[i] + Gem::load(Q + d * kLanes);
+            return Math::log1p(Math::reciprocal(p * t));
+        };
         int64_t d = from;
         for (; d + kEvery <= to; d += kEvery) {
 #pragma GCC unroll 4
-            for (int e = 0; e < kEvery; ++e, pq += rows.ld, qq += rows.ld) {
-                const Vector p = Gem::load(P + (d + e) * kLanes), t = Gem::load(Q + (d + e) * kLanes);
+            for (int e = 0; e < kEvery; ++e)
 #pragma GCC unroll 4
-                for (int i = 0; i < N; ++i) product[i] *= Math::log1p(factor / ((pq[i] + p) * (qq[i] + t)));
-            }
+                for (int i = 0; i < N; ++i) product[i] *= side(d + e, i);
 #pragma GCC unroll 4
             for (int i = 0; i < N; ++i) product[i] = Math::split(product[i], exponent[i]);
         }
-        for (; d < to; ++d, pq += rows.ld, qq += rows.ld) {
-            const Vector p = Gem::load(P + d * kLanes), t = Gem::load(Q + d * kLanes);
-            for (int i = 0; i < N; ++i)
-                product[i] = Math::split(product[i] * Math::log1p(factor / ((pq[i] + p) * (qq[i] + t))), exponent[i]);
-        }
+        for (; d < to; ++d)
+            for (int i = 0; i < N; ++i) product[i] = Math::split(product[i] * side(d, i), exponent[i]);
     }
 
     template <int N, int kEvery>
     void by_products(const BoxSettings<T>& s, const BoxRows<T>& rows, int64_t q, Vector* out) const {
         Vector product[N];
-        Ints exponent[N] = {};
+        Exponents exponent[N] = {};
 #pragma GCC unroll 4
         for (int i = 0; i < N; ++i) product[i] = Math::all(1);
-        multiply_sides<N, kEvery>(s, rows, q, 0, s.dims, product, exponent);
-        for (int i = 0; i < N; ++i)
-            out[i] = logarithm(product[i], exponent[i]) + s.constant + bad + rows.bounds[q + i].bad;
+        multiply_sides<N, kEvery>(rows, q, 0, s.dims, product, exponent);
+        for (int i = 0; i < N; ++i) out[i] = Math::log(product[i], exponent[i]) + s.constant + bad + rows.bad[q + i];
     }
 
     template <int N>
     void hard(const BoxSettings<T>& s, const BoxRows<T>& rows, int64_t q, Vector* out) const {
         Vector product[N], least[N];
-        Ints exponent[N] = {};
+        Exponents exponent[N] = {};
 #pragma GCC unroll 4
         for (int i = 0; i < N; ++i) {
             product[i] = Math::all(1);
             least[i] = Math::all(Math::kInfinity);
         }
+        const int64_t at = rows.at(q);
         const auto side = [&](int64_t d, int i) __attribute__((always_inline)) {
-            const Vector zq = Math::all(rows.z[d * rows.ld + q + i]), Zq = Math::all(rows.Z[d * rows.ld + q + i]);
+            const Vector zq = Math::all(rows.z[at + d * kBlock + i]), Zq = Math::all(rows.Z[at + d * kBlock + i]);
             const Vector zi = Gem::load(z + d * kLanes), Zi = Gem::load(Z + d * kLanes);
             const Vector w = (Zi < Zq ? Zi : Zq) - (zi > zq ? zi : zq);
             least[i] = w < least[i] ? w : least[i];
@@ -435,8 +472,8 @@ struct BoxTile {
                 by_logarithms(s, rows, q + i, out + i);
                 continue;
             }
-            const Vector value = logarithm(product[i], exponent[i]);
-            out[i] = (least[i] > T(0) ? value : Math::all(-Math::kInfinity)) + bad + rows.bounds[q + i].bad;
+            const Vector value = Math::log(product[i], exponent[i]);
+            out[i] = (least[i] > T(0) ? value : Math::all(-Math::kInfinity)) + bad + rows.bad[q + i];
         }
     }
 
@@ -457,17 +494,18 @@ struct BoxTile {
         return {first, T(1) - first};
     }
 
-    // s of softplus(s), or of relu(s), of row q in dimension d: by factors P and Q, by their exponentials, or hard.
+    // s of softplus(s), or of relu(s), of the row at `at` in dimension d: by factors P and Q, by their exponentials, or
+    // hard.
     template <Way way, bool kSoft>
-    [[gnu::always_inline]] Vector argument(const BoxSettings<T>& s, const BoxRows<T>& rows, int64_t q,
+    [[gnu::always_inline]] Vector argument(const BoxSettings<T>& s, const BoxRows<T>& rows, int64_t at,
                                            int64_t d) const {
         Vector w;
         if constexpr (way == Way::Factors) {
-            const Vector p = rows.P[d * rows.ld + q] + Gem::load(P + d * kLanes);
-            const Vector t = rows.Q[d * rows.ld + q] + Gem::load(Q + d * kLanes);
-            w = -s.tau * Math::log(p * t) - s.offset;
+            const Vector p = rows.P[at + d * kBlock] + Gem::load(P + d * kLanes);
+            const Vector t = rows.Q[at + d * kBlock] + Gem::load(Q + d * kLanes);
+            w = -s.tau * Math::log(p * t);
         } else {
-            const Vector zq = Math::all(rows.z[d * rows.ld + q]), Zq = Math::all(rows.Z[d * rows.ld + q]);
+            const Vector zq = Math::all(rows.z[at + d * kBlock]), Zq = Math::all(rows.Z[at + d * kBlock]);
             const Vector zi = Gem::load(z + d * kLanes), Zi = Gem::load(Z + d * kLanes);
             w = (Zq < Zi ? Zq : Zi) - (zq > zi ? zq : zi) - s.offset;
             if constexpr (way == Way::Exponentials) {
@@ -496,14 +534,15 @@ struct BoxTile {
     void by_logarithms_of(const BoxSettings<T>& s, const BoxRows<T>& rows, int64_t q, Vector* out) const {
         constexpr T kNormal = sizeof(T) == 4 ? T(1.17549435e-38) : T(2.2250738585072014e-308);
         Vector product = Math::all(1), sum{};
-        Ints exponent{};
+        Exponents exponent{};
+        const int64_t at = rows.at(q);
         // In two loops: the chain of both would leave too few dimensions in flight.
         constexpr int64_t kStep = 16;
         Vector arguments[kStep];
         for (int64_t start = 0; start < s.dims; start += kStep) {
             const int64_t count = std::min(kStep, s.dims - start);
             for (int64_t i = 0; i < count; ++i) {
-                arguments[i] = argument<way, kSoft>(s, rows, q, start + i);
+                arguments[i] = argument<way, kSoft>(s, rows, at, start + i);
             }
             for (int64_t i = 0; i < count; ++i) {
                 const Vector x = arguments[i];
@@ -521,7 +560,7 @@ struct BoxTile {
                 product = Math::split(product * side, exponent);
             }
         }
-        *out = logarithm(product, exponent) + sum + s.constant + bad + rows.bounds[q].bad;
+        *out = Math::log(product, exponent) + sum + s.constant + bad + rows.bad[q];
     }
 };
 

@@ -1,10 +1,14 @@
 // log and exp on whole vectors, for every instruction set (common/exp.h has exp for scalars, in the same way).
 //
-// x = 2^e m. With AVX-512 and float, m in [1, 2) picks one of 32 pairs (c, -log c) by its leading bits, and log m =
-// log(1 + r) - log c with r = m c - 1, |r| <= 1/64 (1/32 next to m = 1, where c = 1), by four terms of the series
-// (r^5 / 5: 2e-7 of the result at worst). Otherwise m is in [2/3, 4/3) and log m = 2 atanh(s), s = (m - 1) / (m + 1),
-// by its series to s^13 (float) or s^25.
+// With AVX-512 and float, the leading bits of m in x = 2^e m, 1 <= m < 2, pick one of 32 pairs (c, -log c), c = 1 /
+// (the lower end of an interval), and log x = e log 2 - log c + log(1 + r) with r = m c - 1 in [0, 1/32), by r (1 + a r
+// + b r^2), a and b fitted to a relative error of 2.8e-7. Otherwise m is in [2/3, 4/3) and log m = 2 atanh(s), s = (m -
+// 1) / (m + 1), by its series to s^13 (float) or s^25.
 #pragma once
+
+#if defined(__AVX512F__)
+#include <immintrin.h>
+#endif
 
 #include "common/small_gemm.h"
 
@@ -25,21 +29,69 @@ struct VectorMath {
     [[gnu::always_inline]] static Vector value(Ints x) { return __builtin_bit_cast(Vector, x); }
     [[gnu::always_inline]] static Vector all(T x) { return x - Vector{}; }
 
+    // Sums of exponents: whole numbers.
+#if defined(__AVX512F__)
+    using Exponents = std::conditional_t<sizeof(T) == 4, Vector, Ints>;
+#else
+    using Exponents = Ints;
+#endif
+
     // x, positive and normal, to a mantissa in [1, 2), with the exponent added to e.
-    [[gnu::always_inline]] static Vector split(Vector x, Ints& e) {
-        const Ints b = bits(x);
-        e += (b >> kMantissa) - (kOne >> kMantissa);
-        return value((b & ((Int{1} << kMantissa) - 1)) | kOne);
+    [[gnu::always_inline]] static Vector split(Vector x, Exponents& e) {
+#if defined(__AVX512F__)
+        if constexpr (sizeof(T) == 4) {
+            e += static_cast<Vector>(_mm512_getexp_ps(x));
+            return _mm512_getmant_ps(x, _MM_MANT_NORM_1_2, _MM_MANT_SIGN_zero);
+        } else
+#endif
+        {
+            const Ints b = bits(x);
+            e += (b >> kMantissa) - (kOne >> kMantissa);
+            return value((b & ((Int{1} << kMantissa) - 1)) | kOne);
+        }
+    }
+
+    // log(x 2^e) of what split() left.
+    [[gnu::always_inline]] static Vector log(Vector x, Exponents e) {
+        return log(x) + __builtin_convertvector(e, Vector) * kLn2;
+    }
+
+    // 1 / x for normal x and 1 / x, within 2 ulp.
+    [[gnu::always_inline]] static Vector reciprocal(Vector x) {
+#if defined(__AVX512F__)
+        if constexpr (sizeof(T) == 4) {
+            const Vector y = _mm512_rcp14_ps(x);  // 2^-14, squared by a Newton step
+            return y + y * (T(1) - x * y);
+        }
+#endif
+        return T(1) / x;
     }
 
     // log x for positive, normal, finite x.
-    [[gnu::always_inline]] static Vector log(Vector x) { return log_and_inverse(x, nullptr); }
+    [[gnu::always_inline]] static Vector log(Vector x) {
+#if defined(__AVX512F__)
+        if constexpr (sizeof(T) == 4) {
+            const Pair of = pair_of(x);
+            const Vector m = _mm512_getmant_ps(x, _MM_MANT_NORM_1_2, _MM_MANT_SIGN_zero);
+            return from_pair(_mm512_getexp_ps(x), of, m * of.inverse - T(1));
+        }
+#endif
+        return by_series(x, nullptr);
+    }
 
-    // log(1 + x) for finite x >= 0, to the last place also where x is small: the rounding error of 1 + x is added
-    // where it matters.
+    // log(1 + x) for 0 <= x < 2^125, with a small relative error (4e-7 for float) also where x is small.
     [[gnu::always_inline]] static Vector log1p(Vector x) {
-        const Vector u = T(1) + x, lost = x - (u - T(1));
-        return log_and_inverse(u, &lost);
+        const Vector u = T(1) + x;
+#if defined(__AVX512F__)
+        if constexpr (sizeof(T) == 4) {
+            // r = x 2^-e c + (2^-e c - 1), so that the rounding error of 1 + x is never seen.
+            const Pair of = pair_of(u);
+            const Vector scaled = value(bits(of.inverse) - ((bits(u) & 0x7f800000) - kOne));
+            return from_pair(_mm512_getexp_ps(u), of, x * scaled + (scaled - T(1)));
+        }
+#endif
+        const Vector lost = x - (u - T(1));  // the rounding error, added where it matters
+        return by_series(u, &lost);
     }
 
     // e^x as exp_of() computes it.
@@ -62,13 +114,6 @@ struct VectorMath {
         return x == x ? p * value((half + bias) << kMantissa) * value((k - half + bias) << kMantissa) : x;
     }
 
-    // log(1 + x), x >= 0, infinite and NaN too.
-    [[gnu::always_inline]] static Vector log1p_of_any(Vector x) {
-        const auto finite = x < kInfinity;
-        const Vector y = log1p(finite ? x : Vector{});
-        return finite ? y : x;
-    }
-
     // log x: -inf for zero, NaN for negative x and NaN, right for subnormal x.
     [[gnu::always_inline]] static Vector log_of_any(Vector x) {
         constexpr T kNormal = sizeof(T) == 4 ? T(1.17549435e-38) : T(2.2250738585072014e-308);
@@ -82,64 +127,38 @@ struct VectorMath {
     }
 
   private:
-    // log u + lost / u (u >= 1 then, and lost is dropped from 2 on, where it is below the last place).
-    [[gnu::always_inline]] static Vector log_and_inverse(Vector u, const Vector* lost) {
 #if defined(__AVX512F__)
-        if constexpr (sizeof(T) == 4) {
-            alignas(64) static constexpr float inverse[32] = {
-                1.000000000e+00f, 9.552238584e-01f, 9.275362492e-01f, 9.014084339e-01f, 8.767123222e-01f,
-                8.533333540e-01f, 8.311688304e-01f, 8.101266026e-01f, 7.901234627e-01f, 7.710843086e-01f,
-                7.529411912e-01f, 7.356321812e-01f, 7.191011310e-01f, 7.032967210e-01f, 6.881720424e-01f,
-                6.736842394e-01f, 6.597937942e-01f, 6.464646459e-01f, 6.336633563e-01f, 6.213592291e-01f,
-                6.095238328e-01f, 5.981308222e-01f, 5.871559381e-01f, 5.765765905e-01f, 5.663716793e-01f,
-                5.565217137e-01f, 5.470085740e-01f, 5.378151536e-01f, 5.289255977e-01f, 5.203251839e-01f,
-                5.120000243e-01f, 5.039370060e-01f};
-            alignas(64) static constexpr float logs[32] = {0.0f,
-                                                           4.580955952e-02f,
-                                                           7.522340119e-02f,
-                                                           1.037968099e-01f,
-                                                           1.315763593e-01f,
-                                                           1.586050093e-01f,
-                                                           1.849223375e-01f,
-                                                           2.105647475e-01f,
-                                                           2.355660647e-01f,
-                                                           2.599575520e-01f,
-                                                           2.837681472e-01f,
-                                                           3.070250452e-01f,
-                                                           3.297532797e-01f,
-                                                           3.519763947e-01f,
-                                                           3.737164140e-01f,
-                                                           3.949937522e-01f,
-                                                           4.158279300e-01f,
-                                                           4.362367690e-01f,
-                                                           4.562374353e-01f,
-                                                           4.758459032e-01f,
-                                                           4.950772226e-01f,
-                                                           5.139457583e-01f,
-                                                           5.324648619e-01f,
-                                                           5.506470799e-01f,
-                                                           5.685047507e-01f,
-                                                           5.860490799e-01f,
-                                                           6.032907963e-01f,
-                                                           6.202403307e-01f,
-                                                           6.369075179e-01f,
-                                                           6.533012986e-01f,
-                                                           6.694306135e-01f,
-                                                           6.853039861e-01f};
-            const Ints b = bits(u);
-            const Ints index = b >> 18;
-            const Vector m = value((b & 0x007fffff) | kOne);
-            const auto* c = reinterpret_cast<const Vector*>(inverse);
-            const auto* l = reinterpret_cast<const Vector*>(logs);
-            const Vector inverse_of_m = __builtin_shuffle(c[0], c[1], index), r = m * inverse_of_m - T(1);
-            const Vector e = __builtin_convertvector((b >> 23) - 127, Vector);
-            Vector p = T(1.0 / 3) - T(0.25) * r;
-            p = p * r - T(0.5);
-            Vector y = e * kLn2 + __builtin_shuffle(l[0], l[1], index);
-            if (lost) y += u < T(2) ? *lost * inverse_of_m : Vector{};
-            return y + (r + r * r * p);
-        }
+    // c and -log c of the interval of x's mantissa.
+    struct Pair {
+        Vector inverse, log;
+    };
+    [[gnu::always_inline]] static Pair pair_of(Vector x) {
+        alignas(64) static constexpr float inverse[32] = {
+            1.000000000e+00f, 9.696969986e-01f, 9.411764741e-01f, 9.142857194e-01f, 8.888888955e-01f, 8.648648858e-01f,
+            8.421052694e-01f, 8.205128312e-01f, 8.000000119e-01f, 7.804877758e-01f, 7.619047761e-01f, 7.441860437e-01f,
+            7.272727489e-01f, 7.111111283e-01f, 6.956521869e-01f, 6.808510423e-01f, 6.666666865e-01f, 6.530612111e-01f,
+            6.399999857e-01f, 6.274510026e-01f, 6.153846383e-01f, 6.037735939e-01f, 5.925925970e-01f, 5.818181634e-01f,
+            5.714285970e-01f, 5.614035130e-01f, 5.517241359e-01f, 5.423728824e-01f, 5.333333611e-01f, 5.245901346e-01f,
+            5.161290169e-01f, 5.079365373e-01f};
+        alignas(64) static constexpr float logs[32] = {
+            0.000000000e+00f, 3.077162802e-02f, 6.062461808e-02f, 8.961215615e-02f, 1.177830249e-01f, 1.451819837e-01f,
+            1.718502492e-01f, 1.978257298e-01f, 2.231435329e-01f, 2.478362024e-01f, 2.719337046e-01f, 2.954642177e-01f,
+            3.184536994e-01f, 3.409265578e-01f, 3.629054725e-01f, 3.844117224e-01f, 4.054650664e-01f, 4.260844290e-01f,
+            4.462871253e-01f, 4.660896957e-01f, 4.855077863e-01f, 5.045560002e-01f, 5.232481360e-01f, 5.415973067e-01f,
+            5.596157312e-01f, 5.773153305e-01f, 5.947071314e-01f, 6.118015647e-01f, 6.286085844e-01f, 6.451380253e-01f,
+            6.613985300e-01f, 6.773987412e-01f};
+        const auto index = reinterpret_cast<__m512i>(bits(x) >> 18);
+        return {_mm512_permutex2var_ps(_mm512_load_ps(inverse), index, _mm512_load_ps(inverse + 16)),
+                _mm512_permutex2var_ps(_mm512_load_ps(logs), index, _mm512_load_ps(logs + 16))};
+    }
+    [[gnu::always_inline]] static Vector from_pair(Vector exponent, const Pair& of, Vector r) {
+        const Vector h = (r * T(0.32276221) - T(0.49989888)) * r + T(1);
+        return h * r + (exponent * kLn2 + of.log);
+    }
 #endif
+
+    // log u + lost / u (u >= 1 then, and lost is dropped from 2 on, where it is below the last place).
+    [[gnu::always_inline]] static Vector by_series(Vector u, const Vector* lost) {
         constexpr Int kTwoThirds = sizeof(T) == 4 ? Int{0x3f2aaaab} : static_cast<Int>(0x3fe5555555555555);
         const Ints b = bits(u);
         const Ints exponent = (b - kTwoThirds) >> kMantissa;
