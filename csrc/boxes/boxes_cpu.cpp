@@ -102,7 +102,7 @@ void log_volumes(const BoxModel& m, const BoxTable& queries, const BoxTable& ite
         on_threads(threads, [&](int rank, int size) {
             Pieces own(arena.data() + call.shared_bytes + rank * call.own_bytes);
             Tile tile(s, false, own);
-            rows.load(m, s, queries, first, share_of(of_chunk, kBlock, rank, size),
+            rows.load(m, s, queries, first, nullptr, share_of(of_chunk, kBlock, rank, size),
                       share_of(of_chunk, kBlock, rank + 1, size));
 #pragma omp barrier
             for (int64_t t; (t = next.fetch_add(1, std::memory_order_relaxed)) < tiles;) {
@@ -265,7 +265,7 @@ void backward(const BoxModel& m, const BoxTable& queries, const BoxTable& items,
         Pieces own_pieces(arena.data() + call.shared_bytes + rank * call.own_bytes);
         Own own(m, s, sums, own_pieces);
         if (rank == 0) members = size;
-        rows.load(m, s, small, 0, share_of(small.rows, kBlock, rank, size),
+        rows.load(m, s, small, 0, nullptr, share_of(small.rows, kBlock, rank, size),
                   share_of(small.rows, kBlock, rank + 1, size));
         std::fill(own.row_z, own.row_z + sums, T(0));
         std::fill(own.row_Z, own.row_Z + sums, T(0));
@@ -421,7 +421,7 @@ void topk(const BoxModel& m, const BoxTopk& p, int threads) {
             const int64_t from = p.items.rows * range / ranges / kLanes * kLanes;
             const int64_t to =
                 range + 1 == ranges ? p.items.rows : p.items.rows * (range + 1) / ranges / kLanes * kLanes;
-            own.rows.load(m, s, p.queries, first * p.terms, 0, n * p.terms);
+            own.rows.load(m, s, p.queries, first * p.terms, nullptr, 0, n * p.terms);
             // A query can be pruned by its first term alone, if the others are taken away from it.
             const auto prunes = [&](int64_t q) {
                 if (!p.prune || p.signs[(first + q) * p.terms] <= 0) return false;
@@ -518,38 +518,56 @@ void topk(const BoxModel& m, const BoxTopk& p, int threads) {
 
 // ---- sampled pairs
 
+// A block of queries, and a tile of the items of one of them.
 template <class T>
 struct SampleScratch {
+    using Vector = typename BoxTile<T>::Vector;
     static constexpr int64_t kBlock = BoxSettings<T>::kBlock;
     BoxTile<T> tile;
     BoxRows<T> rows;
-    T* center;
-    typename BoxTile<T>::Vector *grad, *item_z, *item_Z;
-    T *row_z, *row_Z;
+    T *middles, *center;
+    Vector *row_z, *row_Z, *item_z, *item_Z;
     SampleScratch(const BoxSettings<T>& s, Pieces& p)
         : tile(s, false, p),
-          rows(s, 1, p),
+          rows(s, kBlock, p),
+          middles(p.take<T>(s.dims * kBlock)),
           center(p.take<T>(s.dims)),
-          grad(p.take<typename BoxTile<T>::Vector>(1)),
-          item_z(p.take<typename BoxTile<T>::Vector>(s.dims)),
-          item_Z(p.take<typename BoxTile<T>::Vector>(s.dims)),
-          row_z(p.take<T>(s.dims * kBlock)),
-          row_Z(p.take<T>(s.dims * kBlock)) {}
+          row_z(p.take<Vector>(s.dims)),
+          row_Z(p.take<Vector>(s.dims)),
+          item_z(p.take<Vector>(s.dims)),
+          item_Z(p.take<Vector>(s.dims)) {}
 
-    // The settings with the query's own middle as centre, and the query.
-    BoxSettings<T> load(const BoxModel& m, const BoxSettings<T>& s, const BoxTable& queries, int64_t row) {
+    // Calls f(b, q, mine) for the queries from b = `first` to `last`, each of which is at place q of the rows and has
+    // its own middle as the centre of the settings `mine`.
+    template <class F>
+    void each(const BoxModel& m, const BoxSettings<T>& s, const BoxSamples& p, int64_t first, int64_t last,
+              const F& f) const {
         BoxSettings<T> mine = s;
         mine.center = center;
-        read_corner(m, queries, false, row, rows.z);
-        read_corner(m, queries, true, row, rows.Z);
-        for (int64_t d = 0; d < m.dims; ++d) {
-            const T middle = rows.z[d] + (rows.Z[d] - rows.z[d]) / 2;
-            center[d] = middle - middle == 0 ? middle : T(0);
+        for (int64_t start = first; start < last; start += kBlock) {
+            const int64_t n = std::min(kBlock, last - start);
+            rows.load(m, s, p.queries, 0, p.query_index + start, 0, n, middles);
+            for (int64_t q = 0; q < n; ++q) {
+                for (int64_t d = 0; d < m.dims; ++d) center[d] = middles[rows.at(q) + d * kBlock];
+                f(start + q, q, mine);
+            }
         }
-        rows.load(m, mine, queries, row, 0, 1);
-        return mine;
     }
 };
+
+// Asks for the items of `count` pairs from `first` on: their rows lie anywhere in memory, and the arithmetic of one
+// tile hides the way of the next.
+void fetch_ahead(const BoxModel& m, const BoxSamples& p, int64_t first, int64_t count) {
+    constexpr int64_t kLine = 64, kMost = 1024;  // bytes; what is longer is found by the processor itself
+    const BoxTable& t = p.items;
+    if (t.z_dim != 1 || t.Z_dim != 1) return;
+    const int64_t size = size_of(m.dtype), bytes = std::min(kMost, m.dims * size);
+    for (int64_t i = first; i < std::min(first + count, p.count * p.samples); ++i)
+        for (int64_t at = 0; at < bytes; at += kLine) {
+            __builtin_prefetch(static_cast<const char*>(t.z) + p.item_index[i] * t.z_row * size + at);
+            __builtin_prefetch(static_cast<const char*>(t.Z) + p.item_index[i] * t.Z_row * size + at);
+        }
+}
 
 template <class T>
 void sampled(const BoxModel& m, const BoxSamples& p, T* out, int threads) {
@@ -561,18 +579,67 @@ void sampled(const BoxModel& m, const BoxSamples& p, T* out, int threads) {
     const BoxSettings<T> s = prepared<T>(m, p.queries, p.items, false, shared);
     on_threads(threads, [&](int rank, int size) {
         Pieces own(arena.data() + call.shared_bytes + rank * call.own_bytes);
-        SampleScratch<T> scratch(s, own);
-        for (int64_t b = p.count * rank / size; b < p.count * (rank + 1) / size; ++b) {
-            const BoxSettings<T> mine = scratch.load(m, s, p.queries, p.query_index[b]);
+        const SampleScratch<T> scratch(s, own);
+        BoxTile<T> tile = scratch.tile;
+        const auto scores = [&](int64_t b, int64_t q, const BoxSettings<T>& mine) {
             for (int64_t j = 0; j < p.samples; j += kLanes) {
-                const int64_t lanes = std::min(kLanes, p.samples - j);
-                scratch.tile.load(m, mine, p.items, 0, p.item_index + b * p.samples + j, lanes);
+                const int64_t lanes = std::min(kLanes, p.samples - j), pair = b * p.samples + j;
+                tile.load(m, mine, p.items, 0, p.item_index + pair, lanes);
+                fetch_ahead(m, p, pair + lanes, kLanes);
                 typename BoxTile<T>::Vector v;
-                scratch.tile.volumes(mine, scratch.rows, 0, 1, &v);
-                std::copy_n(reinterpret_cast<const T*>(&v), lanes, out + b * p.samples + j);
+                tile.volumes(mine, scratch.rows, q, 1, &v);
+                std::copy_n(reinterpret_cast<const T*>(&v), lanes, out + pair);
             }
+        };
+        scratch.each(m, s, p, p.count * rank / size, p.count * (rank + 1) / size, scores);
+    });
+}
+
+// Gradients of row q with a tile: those of the items to item_z[d], those of the row in each lane added to row_z[d].
+template <class T>
+void row_gradients(const BoxSettings<T>& s, const SampleScratch<T>& x, const BoxTile<T>& tile, int64_t q,
+                   typename BoxTile<T>::Vector grad) {
+    using Gem = SmallGemm<T>;
+    using Vector = typename BoxTile<T>::Vector;
+    constexpr int64_t kLanes = BoxTile<T>::kLanes, kBlock = BoxTile<T>::kBlock;
+    const BoxRows<T>& rows = x.rows;
+    const int64_t at = rows.at(q);
+    const Vector bad = tile.bad + rows.bad[q];
+    grad += bad;
+    if (!s.soft) grad = tile.smallest(s, rows, q) > T(0) ? grad : bad;
+    if (tile.products(s, rows, q)) {
+        grad *= s.inverse_tau;
+        for (int64_t d = 0; d < s.dims; ++d) {
+            const auto part = tile.product_parts(rows, at, d, grad);
+            x.item_z[d] = part.item_z * Gem::load(tile.P + d * kLanes);
+            x.item_Z[d] = part.item_Z * Gem::load(tile.Q + d * kLanes);
+            x.row_z[d] += part.row_z * rows.P[at + d * kBlock];
+            x.row_Z[d] += part.row_Z * rows.Q[at + d * kBlock];
+        }
+        return;
+    }
+    tile.with_parts(s, rows, q, [&](const auto& parts) {
+        for (int64_t d = 0; d < s.dims; ++d) {
+            const auto part = parts(at, d, grad);
+            x.item_z[d] = part.item_z;
+            x.item_Z[d] = part.item_Z;
+            x.row_z[d] += part.row_z;
+            x.row_Z[d] += part.row_Z;
         }
     });
+}
+
+// The sums over lanes of v[d], times a sign, as a row of gradients.
+template <class T>
+void store_sums(int64_t dims, const typename BoxTile<T>::Vector* v, T sign, T* out) {
+    constexpr int64_t kLanes = BoxTile<T>::kLanes;
+    for (int64_t d = 0; d < dims; d += kLanes) {
+        const int64_t n = std::min(kLanes, dims - d);
+        typename BoxTile<T>::Vector some[kLanes] = {};
+        std::copy_n(v + d, n, some);
+        const auto sums = sign * sums_of_lanes<T>(some);
+        std::copy_n(reinterpret_cast<const T*>(&sums), n, out + d);
+    }
 }
 
 template <class T>
@@ -589,26 +656,25 @@ void sampled_backward(const BoxModel& m, const BoxSamples& p, const BoxGradients
     const T* grad = static_cast<const T*>(g.grad);
     on_threads(threads, [&](int rank, int size) {
         Pieces own(arena.data() + call.shared_bytes + rank * call.own_bytes);
-        SampleScratch<T> x(s, own);
-        for (int64_t b = p.count * rank / size; b < p.count * (rank + 1) / size; ++b) {
-            const BoxSettings<T> mine = x.load(m, s, p.queries, p.query_index[b]);
-            std::fill(x.row_z, x.row_z + m.dims * x.kBlock, T(0));
-            std::fill(x.row_Z, x.row_Z + m.dims * x.kBlock, T(0));
+        const SampleScratch<T> x(s, own);
+        BoxTile<T> tile = x.tile;
+        const auto gradients = [&](int64_t b, int64_t q, const BoxSettings<T>& mine) {
+            std::fill_n(x.row_z, m.dims, Vector{});
+            std::fill_n(x.row_Z, m.dims, Vector{});
             for (int64_t j = 0; j < p.samples; j += kLanes) {
-                const int64_t lanes = std::min(kLanes, p.samples - j);
-                x.tile.load(m, mine, p.items, 0, p.item_index + b * p.samples + j, lanes);
-                std::fill(x.item_z, x.item_z + m.dims, Vector{});
-                std::fill(x.item_Z, x.item_Z + m.dims, Vector{});
-                T* to = reinterpret_cast<T*>(x.grad);
-                for (int64_t l = 0; l < kLanes; ++l) to[l] = l < lanes ? grad[b * p.samples + j + l] : T(0);
-                tile_gradients(mine, x.rows, x.tile, 0, 1, x.grad, x.row_z, x.row_Z, x.item_z, x.item_Z);
-                const int64_t row = b * p.samples + j;
-                store_corners(rows, g.item_z, row, lanes, reinterpret_cast<const T*>(x.item_z), kLanes, T(-1));
-                store_corners(rows, g.item_Z, row, lanes, reinterpret_cast<const T*>(x.item_Z), kLanes, T(1));
+                const int64_t lanes = std::min(kLanes, p.samples - j), pair = b * p.samples + j;
+                tile.load(m, mine, p.items, 0, p.item_index + pair, lanes);
+                fetch_ahead(m, p, pair + lanes, kLanes);
+                alignas(64) T of_lane[kLanes] = {};
+                std::copy_n(grad + pair, lanes, of_lane);
+                row_gradients(mine, x, tile, q, SmallGemm<T>::load(of_lane));
+                store_corners(rows, g.item_z, pair, lanes, reinterpret_cast<const T*>(x.item_z), kLanes, T(-1));
+                store_corners(rows, g.item_Z, pair, lanes, reinterpret_cast<const T*>(x.item_Z), kLanes, T(1));
             }
-            store_corners(rows, g.query_z, b, 1, x.row_z, x.kBlock, T(-1));
-            store_corners(rows, g.query_Z, b, 1, x.row_Z, x.kBlock, T(1));
-        }
+            store_sums(m.dims, x.row_z, T(-1), static_cast<T*>(g.query_z) + b * m.dims);
+            store_sums(m.dims, x.row_Z, T(1), static_cast<T*>(g.query_Z) + b * m.dims);
+        };
+        x.each(m, s, p, p.count * rank / size, p.count * (rank + 1) / size, gradients);
     });
 }
 

@@ -113,62 +113,80 @@ struct BoxBounds {
 // lanes that are left. Dimension d of all of them goes to out[d step].
 template <class T>
 inline void load_corners(const BoxModel& m, const BoxTable& t, bool upper, int64_t first, const int64_t* index,
-                         int64_t count, T* square, T* out, int64_t step) {
-    constexpr int64_t kLanes = SmallGemm<T>::kLanes;
+                         int64_t count, T* out, int64_t step) {
+    using Gem = SmallGemm<T>;
+    constexpr int64_t kLanes = Gem::kLanes;
     with_type(m.dtype, [&](auto* tag) {
         using E = std::remove_pointer_t<decltype(tag)>;
         const E* base = static_cast<const E*>(upper ? t.Z : t.z);
         const int64_t row = upper ? t.Z_row : t.z_row, stride = upper ? t.Z_dim : t.z_dim;
+        const E* rows[kLanes];
+        for (int64_t l = 0; l < kLanes; ++l) {
+            const int64_t i = l < count ? l : 0;
+            rows[l] = base + (index ? index[i] : first + i) * row;
+        }
+        typename Gem::Vector v[kLanes];
         for (int64_t d = 0; d < m.dims; d += kLanes) {
             const int64_t dims = std::min(kLanes, m.dims - d);
             for (int64_t l = 0; l < kLanes; ++l) {
-                const int64_t i = l < count ? l : 0;
-                const E* p = base + (index ? index[i] : first + i) * row + d * stride;
-                T* to = square + l * kLanes;
-                if (stride == 1 && dims == kLanes) {
-                    for (int64_t j = 0; j < kLanes; ++j) to[j] = static_cast<T>(widen(p[j]));
+                const E* p = rows[l] + d * stride;
+                if (dims == kLanes && stride == 1) {
+                    if constexpr (std::is_same_v<E, T>) {
+                        v[l] = Gem::load(p);
+                    } else {
+                        for (int64_t j = 0; j < kLanes; ++j) v[l][j] = static_cast<T>(widen(p[j]));
+                    }
                 } else {
-                    for (int64_t j = 0; j < dims; ++j) to[j] = static_cast<T>(widen(p[j * stride]));
+                    alignas(64) T some[kLanes] = {};
+                    for (int64_t j = 0; j < dims; ++j) some[j] = static_cast<T>(widen(p[j * stride]));
+                    v[l] = Gem::load(some);
                 }
             }
-            if (dims == kLanes) {
-                Transpose<T>::block(square, kLanes, out + d * step, step);
-            } else {
-                for (int64_t j = 0; j < dims; ++j)
-                    for (int64_t l = 0; l < kLanes; ++l) out[(d + j) * step + l] = square[l * kLanes + j];
-            }
+            Transpose<T>::square(v);
+            for (int64_t j = 0; j < dims; ++j) Gem::store(out + (d + j) * step, v[j]);
         }
     });
 }
 
-// Corners as load_corners() has them, their exponentials if wanted, and their bounds.
+// Corners as load_corners() has them, their exponentials if wanted, and their bounds. Exponentials are about the middle
+// of the settings, or about those of the boxes themselves, which then go to
+// own_middles[d step].
 template <class T>
 inline BoxBounds<T> load_boxes(const BoxModel& m, const BoxSettings<T>& s, const BoxTable& t, int64_t first,
-                               const int64_t* index, int64_t count, T* square, T* z, T* Z, T* P, T* Q, int64_t step) {
+                               const int64_t* index, int64_t count, T* z, T* Z, T* P, T* Q, int64_t step,
+                               T* own_middles = nullptr) {
     using Gem = SmallGemm<T>;
     using Math = VectorMath<T>;
     using Vector = typename Gem::Vector;
     constexpr T kInfinity = Math::kInfinity, kWindow = BoxSettings<T>::kWindow;
-    load_corners(m, t, false, first, index, count, square, z, step);
-    load_corners(m, t, true, first, index, count, square, Z, step);
-    const Vector least = Math::all(-kInfinity);
-    BoxBounds<T> b{Vector{}, least, least, least, ~typename Math::Ints{}, ~typename Math::Ints{}};
+    load_corners(m, t, false, first, index, count, z, step);
+    load_corners(m, t, true, first, index, count, Z, step);
+    Vector bad{}, most_p = Math::all(-kInfinity), most_q = most_p, most_width = most_p;
+    auto window = ~typename Math::Ints{}, constrained = window;
+    const T inverse_tau = s.inverse_tau, shift = s.shift;
     for (int64_t d = 0; d < s.dims; ++d) {
-        const Vector low = Gem::load(z + d * step), high = Gem::load(Z + d * step), c = Math::all(s.center[d]);
-        b.bad = (low != low) | (high != high) ? Math::all(static_cast<T>(__builtin_nan(""))) : b.bad;
-        const Vector p = (low - c) * s.inverse_tau + s.shift, q = (c - high) * s.inverse_tau, width = high - low;
-        b.low = p > b.low ? p : b.low;
-        b.high = q > b.high ? q : b.high;
-        b.width = width > b.width ? width : b.width;
+        const Vector low = Gem::load(z + d * step), high = Gem::load(Z + d * step), width = high - low;
+        Vector c;
+        if (own_middles) {
+            const Vector middle = low + width / 2;
+            c = middle - middle == T(0) ? middle : Vector{};
+            Gem::store(own_middles + d * step, c);
+        } else {
+            c = Math::all(s.center[d]);
+        }
+        bad = (low != low) | (high != high) ? Math::all(static_cast<T>(__builtin_nan(""))) : bad;
+        const Vector p = (low - c) * inverse_tau + shift, q = (c - high) * inverse_tau;
+        most_p = p > most_p ? p : most_p;
+        most_q = q > most_q ? q : most_q;
+        most_width = width > most_width ? width : most_width;
         const auto open_low = low == -kInfinity, open_high = high == kInfinity;
-        b.constrained &= ~(open_low | open_high);
-        b.window &= (open_low | ((p <= kWindow) & (p >= -kWindow))) & (open_high | ((q <= kWindow) & (q >= -kWindow)));
+        constrained &= ~(open_low | open_high);
+        window &= (open_low | ((p <= kWindow) & (p >= -kWindow))) & (open_high | ((q <= kWindow) & (q >= -kWindow)));
         if (!P) continue;
         Gem::store(P + d * step, Math::exp(p));
         Gem::store(Q + d * step, Math::exp(q));
     }
-    b.window &= b.bad == Vector{};
-    return b;
+    return {bad, most_p, most_q, most_width, window & (bad == T(0)), constrained};
 }
 
 // Query boxes, kBlock together, of which dimension d is at [d kBlock].
@@ -193,14 +211,15 @@ struct BoxRows {
     // Where dimension 0 of box q is.
     int64_t at(int64_t q) const { return q / kBlock * (kBlock * dims) + q % kBlock; }
 
-    // Rows first + from .. first + to of the table, to places from .. to; from is a multiple of kBlock.
-    void load(const BoxModel& m, const BoxSettings<T>& s, const BoxTable& t, int64_t first, int64_t from,
-              int64_t to) const {
-        alignas(64) T square[kLanes * kLanes];
+    // Rows first + from .. first + to of the table, or index[from .. to), to places from .. to; from is a multiple of
+    // kBlock. The middles of each vector of boxes go to own_middles + at(i).
+    void load(const BoxModel& m, const BoxSettings<T>& s, const BoxTable& t, int64_t first, const int64_t* index,
+              int64_t from, int64_t to, T* own_middles = nullptr) const {
         for (int64_t i = from; i < to; i += kLanes) {
             T *p = s.gumbel ? P + at(i) : nullptr, *q = s.gumbel ? Q + at(i) : nullptr;
-            const BoxBounds<T> b = load_boxes(m, s, t, first + i, nullptr, std::min(kLanes, to - i), square, z + at(i),
-                                              Z + at(i), p, q, kBlock);
+            const BoxBounds<T> b =
+                load_boxes(m, s, t, first + i, index ? index + i : nullptr, std::min(kLanes, to - i), z + at(i),
+                           Z + at(i), p, q, kBlock, own_middles ? own_middles + at(i) : nullptr);
             Gem::store(bad + i, b.bad);
             Gem::store(low + i, b.low);
             Gem::store(high + i, b.high);
@@ -239,9 +258,8 @@ struct BoxTile {
     // Rows first .. first + count, or index[0 .. count); the lanes that are left repeat the first.
     void load(const BoxModel& m, const BoxSettings<T>& s, const BoxTable& t, int64_t first, const int64_t* index,
               int64_t count) {
-        alignas(64) T square[kLanes * kLanes];
         T *p = s.gumbel ? P : nullptr, *q = s.gumbel ? Q : nullptr;
-        const BoxBounds<T> b = load_boxes(m, s, t, first, index, count, square, z, Z, p, q, kLanes);
+        const BoxBounds<T> b = load_boxes(m, s, t, first, index, count, z, Z, p, q, kLanes);
         bad = b.bad;
         low = high = width = -Math::kInfinity;
         window = true;

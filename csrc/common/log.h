@@ -73,7 +73,7 @@ struct VectorMath {
         if constexpr (sizeof(T) == 4) {
             const Pair of = pair_of(x);
             const Vector m = _mm512_getmant_ps(x, _MM_MANT_NORM_1_2, _MM_MANT_SIGN_zero);
-            return from_pair(_mm512_getexp_ps(x), of, m * of.inverse - T(1));
+            return from_pair(_mm512_getexp_ps(x), of, m * value(bits(of.inverse) - kOne) - T(1));
         }
 #endif
         return by_series(x, nullptr);
@@ -86,7 +86,7 @@ struct VectorMath {
         if constexpr (sizeof(T) == 4) {
             // r = x 2^-e c + (2^-e c - 1), so that the rounding error of 1 + x is never seen.
             const Pair of = pair_of(u);
-            const Vector scaled = value(bits(of.inverse) - ((bits(u) & 0x7f800000) - kOne));
+            const Vector scaled = value(bits(of.inverse) - (bits(u) & 0x7f800000));
             return from_pair(_mm512_getexp_ps(u), of, x * scaled + (scaled - T(1)));
         }
 #endif
@@ -96,6 +96,17 @@ struct VectorMath {
 
     // e^x as exp_of() computes it.
     [[gnu::always_inline]] static Vector exp(Vector x) {
+#if defined(__AVX512F__)
+        if constexpr (sizeof(T) == 4) {
+            // As below, with the scaling by 2^n in one step; NaN passes max and min as their second operand.
+            const Vector at = _mm512_min_ps(all(89.0f), _mm512_max_ps(all(-104.0f), x));
+            const Vector n = _mm512_roundscale_ps(at * 1.44269504f, 0);
+            const Vector r = (at - n * 0.693145752f) - n * 1.42860677e-6f;
+            Vector p = all(1.0f / 5040);
+            for (const float c : {1.0f / 720, 1.0f / 120, 1.0f / 24, 1.0f / 6, 0.5f, 1.0f, 1.0f}) p = p * r + c;
+            return _mm512_scalef_ps(p, n);
+        }
+#endif
         constexpr bool single = sizeof(T) == 4;
         constexpr T kLow = single ? T(-104) : T(-746), kHigh = single ? T(89) : T(710);
         constexpr T kRound = single ? T(12582912) : T(6755399441055744.0);
@@ -128,18 +139,18 @@ struct VectorMath {
 
   private:
 #if defined(__AVX512F__)
-    // c and -log c of the interval of x's mantissa.
+    // 2^127 c and -log c of the interval of x's mantissa: from 2^127 c the exponent of x can be taken away by bits.
     struct Pair {
         Vector inverse, log;
     };
     [[gnu::always_inline]] static Pair pair_of(Vector x) {
         alignas(64) static constexpr float inverse[32] = {
-            1.000000000e+00f, 9.696969986e-01f, 9.411764741e-01f, 9.142857194e-01f, 8.888888955e-01f, 8.648648858e-01f,
-            8.421052694e-01f, 8.205128312e-01f, 8.000000119e-01f, 7.804877758e-01f, 7.619047761e-01f, 7.441860437e-01f,
-            7.272727489e-01f, 7.111111283e-01f, 6.956521869e-01f, 6.808510423e-01f, 6.666666865e-01f, 6.530612111e-01f,
-            6.399999857e-01f, 6.274510026e-01f, 6.153846383e-01f, 6.037735939e-01f, 5.925925970e-01f, 5.818181634e-01f,
-            5.714285970e-01f, 5.614035130e-01f, 5.517241359e-01f, 5.423728824e-01f, 5.333333611e-01f, 5.245901346e-01f,
-            5.161290169e-01f, 5.079365373e-01f};
+            1.701411835e+38f, 1.649853949e+38f, 1.601328791e+38f, 1.555576543e+38f, 1.512366086e+38f, 1.471491352e+38f,
+            1.432767871e+38f, 1.396030241e+38f, 1.361129488e+38f, 1.327931139e+38f, 1.296313803e+38f, 1.266166942e+38f,
+            1.237390462e+38f, 1.209892889e+38f, 1.183590864e+38f, 1.158408021e+38f, 1.134274590e+38f, 1.111126073e+38f,
+            1.088903550e+38f, 1.067552561e+38f, 1.047022706e+38f, 1.027267538e+38f, 1.008244058e+38f, 9.899123088e+37f,
+            9.722353775e+37f, 9.551785809e+37f, 9.387099742e+37f, 9.227996408e+37f, 9.074196924e+37f, 8.925438634e+37f,
+            8.781480175e+37f, 8.642092357e+37f};
         alignas(64) static constexpr float logs[32] = {
             0.000000000e+00f, 3.077162802e-02f, 6.062461808e-02f, 8.961215615e-02f, 1.177830249e-01f, 1.451819837e-01f,
             1.718502492e-01f, 1.978257298e-01f, 2.231435329e-01f, 2.478362024e-01f, 2.719337046e-01f, 2.954642177e-01f,

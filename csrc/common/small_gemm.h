@@ -128,14 +128,18 @@ struct Transpose {
             if (!(i & step)) exchange<step>(v[i], v[i + step]);
     }
 
-    static void block(const T* source, int64_t source_ld, T* target, int64_t target_ld) {
-        Vector v[kLanes];
-#pragma GCC unroll 16
-        for (int i = 0; i < kLanes; ++i) v[i] = SmallGemm<T>::load(source + i * source_ld);
+    [[gnu::always_inline]] static void square(Vector (&v)[kLanes]) {
         round<1>(v);
         if constexpr (kLanes > 2) round<2>(v);
         if constexpr (kLanes > 4) round<4>(v);
         if constexpr (kLanes > 8) round<8>(v);
+    }
+
+    static void block(const T* source, int64_t source_ld, T* target, int64_t target_ld) {
+        Vector v[kLanes];
+#pragma GCC unroll 16
+        for (int i = 0; i < kLanes; ++i) v[i] = SmallGemm<T>::load(source + i * source_ld);
+        square(v);
 #pragma GCC unroll 16
         for (int i = 0; i < kLanes; ++i) SmallGemm<T>::store(target + i * target_ld, v[i]);
     }

@@ -421,7 +421,11 @@ def _sampled_rows(ctx, grad):
 
 def _sampled_grad(ctx, grad):
     def dense(table, index, rows):
-        return torch.ops.aten.embedding_dense_backward(rows, index, len(table), -1, False).to(table.dtype)
+        if rows.is_cuda:  # without atomics, so that sums repeat bit for bit
+            total = torch.ops.aten.embedding_dense_backward(rows, index, len(table), -1, False)
+        else:
+            total = rows.new_zeros(table.shape).index_add_(0, index, rows)
+        return total.to(table.dtype)
 
     found = [None if rows is None else dense(t, i, rows) for t, i, rows in _sampled_rows(ctx, grad)]
     return *found, *(None,) * 5
