@@ -416,3 +416,45 @@ def test_tangents_of_temperatures_are_refused():
         for pair in (temperatures(tau, 0.1), temperatures(0.1, tau)):
             with pytest.raises(RuntimeError, match="temperature has a forward-mode tangent"):
                 pairwise_log_volume(queries, items, **pair)
+
+
+@pytest.mark.parametrize("dims", [1, 7, 8, 16, 17, 64, 65, 130])
+@pytest.mark.parametrize("scale", [1e-30, 1e-6, 1.0, 1e5, 1e12, 1e30])
+def test_hard_products_neither_vanish_nor_overflow(dims, scale):
+    """Sides of any size, of which many are multiplied at a time; touching and disjoint boxes among them."""
+    g = torch.Generator().manual_seed(dims)
+    queries, items = (
+        (scale * (z := torch.rand(n, dims, generator=g, dtype=torch.float64)), scale * (2 - z))
+        for n in (9, 37)
+    )
+    queries, items = ([t.float() for t in pair] for pair in (queries, items))
+    items[0][3, dims // 2] = queries[1][2, dims // 2]  # touches
+    items[0][5, -1] = 3 * scale  # disjoint from all
+    items[0][6], items[1][6] = 0.5 * scale, 0.6 * scale  # within all others, if they reach so far
+    items[0][7, 0] = math.nan
+    hard = {"intersection_temperature": 0, "volume_temperature": 0}
+    got = pairwise_log_volume(tuple(queries), tuple(items), **hard)
+    q, i = ([t.double() for t in pair] for pair in (queries, items))
+    side = torch.minimum(q[1][:, None], i[1]) - torch.maximum(q[0][:, None], i[0])
+    exact = side.float().clamp(min=0).double().log().sum(-1)  # sides are rounded once
+    assert torch.equal(got.isnan(), exact.isnan()) and got.isnan().any()
+    assert torch.equal(got == -math.inf, exact == -math.inf) and (got == -math.inf).any()
+    finite = exact.isfinite()
+    error = (got - exact)[finite].abs() - 2e-6 * exact[finite].abs().clamp(min=1)
+    assert error.max() <= 1e-6 * dims
+
+
+def test_hard_boxes_that_never_meet():
+    """Nothing is left to multiply after a few dimensions; NaN is still found behind them."""
+    z = torch.rand(40, 200, generator=torch.Generator().manual_seed(0))
+    items = [z + 2, z + 3]
+    items[0][11, 150] = math.nan
+    hard = {"intersection_temperature": 0, "volume_temperature": 0}
+    queries = [z.clone().requires_grad_(), (z + 1).requires_grad_()]
+    logs = pairwise_log_volume(tuple(queries), tuple(items), **hard)
+    expected = torch.full_like(logs, -math.inf)
+    expected[:, 11] = math.nan
+    torch.testing.assert_close(logs, expected, equal_nan=True)
+    logs = pairwise_log_volume(tuple(queries), tuple(t[:11] for t in items), **hard)
+    for grad in torch.autograd.grad(logs.sum(), queries):
+        assert (grad == 0).all()

@@ -166,6 +166,10 @@ void tile_gradients(const BoxSettings<T>& s, const BoxRows<T>& rows, const BoxTi
             }
         }
         const Vector* g = grad + i0;
+        // Nothing to add: among hard boxes, pairs that do not meet.
+        auto nothing = g[0] == T(0);
+        for (int64_t i = 1; i < n; ++i) nothing &= g[i] == T(0);
+        if (VectorMath<T>::all_negative(nothing)) continue;
         if (products) {
             for (int64_t i = 0; i < n; ++i) grad[i0 + i] *= s.inverse_tau;
             // The factors P and Q of each box: here, so that other tiles of the row may take the other form.

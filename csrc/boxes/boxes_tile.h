@@ -295,15 +295,19 @@ struct BoxTile {
     // out[i] = the log volumes of row q + i with the tile, for n <= 4 rows.
     void volumes(const BoxSettings<T>& s, const BoxRows<T>& rows, int64_t q, int n, Vector* out) const {
         if (n == 4) {
-            bool all = true, all_mild = true, narrow = width < kWide;
+            bool all = true, all_mild = true;
+            T widest = width;
             for (int i = 0; i < 4; ++i) {
                 all = all && products(s, rows, q + i);
                 all_mild = all_mild && mild(rows, q + i);
-                narrow = narrow && rows.width[q + i] < kWide;
+                widest = std::max(widest, rows.width[q + i]);
             }
             if (all && all_mild) return by_products<4, 4>(s, rows, q, out);
             if (all) return by_products<4, 1>(s, rows, q, out);
-            if (!s.gumbel && !s.soft && s.offset == 0 && narrow) return hard<4>(s, rows, q, out);
+            if (!s.gumbel && !s.soft && s.offset == 0) {
+                if (widest < kWide) return hard<4, 8>(s, rows, q, out);
+                if (widest < kVeryWide) return hard<4, 4>(s, rows, q, out);
+            }
         }
         for (int i = 0; i < n; ++i) {
             if (products(s, rows, q + i))
@@ -366,13 +370,15 @@ struct BoxTile {
         });
     }
 
-    // The smallest w - offset over the dimensions, of which hard boxes need to know whether it is positive.
+    // The smallest w - offset over the dimensions, of which hard boxes need to know whether it is positive: if none is,
+    // not all dimensions are looked at.
     Vector smallest(const BoxSettings<T>& s, const BoxRows<T>& rows, int64_t q) const {
         Vector least = Math::all(Math::kInfinity);
         with_way(s, rows, q, [&]<Way way, bool>() {
             for (int64_t d = 0; d < s.dims; ++d) {
                 const Vector w = argument<way, false>(s, rows, rows.at(q), d);
                 least = w < least ? w : least;
+                if (d % 16 == 15 && Math::all_negative(Math::bits(least))) break;
             }
         });
         return least;
@@ -417,7 +423,9 @@ struct BoxTile {
     }
 
     static constexpr T kTail = sizeof(T) == 4 ? T(-80) : T(-700);  // log softplus(s) = s below, to the last place
-    static constexpr T kTiny = sizeof(T) == 4 ? T(1e-9) : T(1e-70), kWide = sizeof(T) == 4 ? T(1e9) : T(1e70);
+    // Products of 8, and of 4, numbers below these are finite.
+    static constexpr T kWide = sizeof(T) == 4 ? T(5e4) : T(1e38), kVeryWide = sizeof(T) == 4 ? T(1e9) : T(1e76);
+    static constexpr T kNormal = sizeof(T) == 4 ? T(1.17549435e-38) : T(2.2250738585072014e-308);
 
     template <int N, int kEvery>
     [[gnu::always_inline]] void multiply_sides(const BoxRows<T>& rows, int64_t q, int64_t from, int64_t to,
@@ -451,47 +459,62 @@ struct BoxTile {
         for (int i = 0; i < N; ++i) out[i] = Math::log(product[i], exponent[i]) + s.constant + bad + rows.bad[q + i];
     }
 
-    template <int N>
+    // Sides are multiplied with their signs, which are remembered: where one is negative, the volume is 0. Where all
+    // are and no product is normal, a side is 0 or many are small. Ends as soon as all volumes are 0.
+    template <int N, int kEvery>
     void hard(const BoxSettings<T>& s, const BoxRows<T>& rows, int64_t q, Vector* out) const {
+        constexpr int64_t kFirst = 16, kOften = 64;  // dimensions before the first test for an end, and between others
+        static_assert(kFirst % kEvery == 0 && kEvery % 2 == 0);
         Vector product[N], least[N];
         Exponents exponent[N] = {};
+        Ints empty[N] = {};
 #pragma GCC unroll 4
         for (int i = 0; i < N; ++i) {
             product[i] = Math::all(1);
-            least[i] = Math::all(Math::kInfinity);
+            least[i] = Math::all(1);
         }
         const int64_t at = rows.at(q);
         const auto side = [&](int64_t d, int i) __attribute__((always_inline)) {
             const Vector zq = Math::all(rows.z[at + d * kBlock + i]), Zq = Math::all(rows.Z[at + d * kBlock + i]);
             const Vector zi = Gem::load(z + d * kLanes), Zi = Gem::load(Z + d * kLanes);
             const Vector w = (Zi < Zq ? Zi : Zq) - (zi > zq ? zi : zq);
-            least[i] = w < least[i] ? w : least[i];
             product[i] *= w;
+            return w;
+        };
+        const auto split = [&](int i) __attribute__((always_inline)) {
+            least[i] = product[i] < least[i] ? product[i] : least[i];
+            product[i] = Math::split(product[i], exponent[i]);
         };
         int64_t d = 0;
-        for (; d + 4 <= s.dims; d += 4) {
+        for (; d + kEvery <= s.dims; d += kEvery) {
 #pragma GCC unroll 4
-            for (int e = 0; e < 4; ++e)
+            for (int e = 0; e < kEvery; e += 2)
 #pragma GCC unroll 4
-                for (int i = 0; i < N; ++i) side(d + e, i);
+                for (int i = 0; i < N; ++i) {
+                    const Vector a = side(d + e, i), b = side(d + e + 1, i);
+                    empty[i] = Math::any_of(empty[i], Math::bits(a), Math::bits(b));
+                }
 #pragma GCC unroll 4
-            for (int i = 0; i < N; ++i) product[i] = Math::split(product[i], exponent[i]);
+            for (int i = 0; i < N; ++i) split(i);
+            if (d + kEvery == kFirst || (d + kEvery) % kOften == 0) {
+                Ints all = empty[0];
+                for (int i = 1; i < N; ++i) all &= empty[i];
+                if (Math::all_negative(all)) d = s.dims;
+            }
         }
         for (; d < s.dims; ++d)
             for (int i = 0; i < N; ++i) {
-                side(d, i);
-                product[i] = Math::split(product[i], exponent[i]);
+                empty[i] |= Math::bits(side(d, i));
+                split(i);
             }
         for (int i = 0; i < N; ++i) {
-            bool careful = false;
-            const auto tiny = (least[i] > T(0)) & (least[i] < kTiny);
-            for (int64_t l = 0; l < kLanes; ++l) careful = careful || tiny[l];
-            if (careful) {
+            const Ints some = empty[i] >= 0, sure = least[i] >= kNormal;
+            if (!Math::all_negative(sure | empty[i])) {
                 by_logarithms(s, rows, q + i, out + i);
                 continue;
             }
             const Vector value = Math::log(product[i], exponent[i]);
-            out[i] = (least[i] > T(0) ? value : Math::all(-Math::kInfinity)) + bad + rows.bad[q + i];
+            out[i] = (some ? value : Math::all(-Math::kInfinity)) + bad + rows.bad[q + i];
         }
     }
 
@@ -550,7 +573,6 @@ struct BoxTile {
 
     template <Way way, bool kSoft>
     void by_logarithms_of(const BoxSettings<T>& s, const BoxRows<T>& rows, int64_t q, Vector* out) const {
-        constexpr T kNormal = sizeof(T) == 4 ? T(1.17549435e-38) : T(2.2250738585072014e-308);
         Vector product = Math::all(1), sum{};
         Exponents exponent{};
         const int64_t at = rows.at(q);

@@ -29,6 +29,25 @@ struct VectorMath {
     [[gnu::always_inline]] static Vector value(Ints x) { return __builtin_bit_cast(Vector, x); }
     [[gnu::always_inline]] static Vector all(T x) { return x - Vector{}; }
 
+    // a | b | c
+    [[gnu::always_inline]] static Ints any_of(Ints a, Ints b, Ints c) {
+#if defined(__AVX512F__)
+        return (Ints)_mm512_ternarylogic_epi32((__m512i)a, (__m512i)b, (__m512i)c, 0xfe);
+#else
+        return a | b | c;
+#endif
+    }
+
+    // Whether the sign of every lane is set.
+    [[gnu::always_inline]] static bool all_negative(Ints x) {
+#if defined(__AVX512F__)
+        if constexpr (sizeof(T) == 4) return _mm512_movepi32_mask((__m512i)x) == 0xffff;
+#endif
+        bool all = true;
+        for (int l = 0; l < kLanes; ++l) all = all && x[l] < 0;
+        return all;
+    }
+
     // Sums of exponents: whole numbers.
 #if defined(__AVX512F__)
     using Exponents = std::conditional_t<sizeof(T) == 4, Vector, Ints>;
