@@ -3,7 +3,8 @@
 //   C = A B + r D        A(i, k) = a[i ai + k ak] (so a transpose costs nothing), B and C with contiguous rows
 //
 // Columns of B and C are counted in whole vectors: whoever packs an operand pads its rows with zeros. A tile of kMr x 2
-// vectors is accumulated in registers: per k it costs 2 kMr FMAs against kMr + 2 loads, so two FMA ports stay busy.
+// vectors (2 kMr x 1 for the last one) is accumulated in registers: per k it costs 2 kMr FMAs against kMr + 2 loads, so
+// two FMA ports stay busy.
 // Sums run over k in order, from zero; r D is added last. A result thus does not depend on how rows are tiled.
 #pragma once
 
@@ -54,19 +55,34 @@ struct SmallGemm {
         if (j < n) rows<1>(m, k, o, j, between);
     }
 
+    // Calls f<R>(i) for tiles of R rows, NV vectors wide, that cover rows `from` to m; the last two are of one size, so
+    // that neither leaves the FMA ports waiting for its few sums.
+    template <int NV, class F>
+    static void tiles(int64_t from, int64_t m, const F& f) {
+        constexpr int most = NV == 1 ? 2 * kMr : kMr;
+        int64_t i = from;
+        for (; m - i >= 2 * most || m - i == most; i += most) f.template operator()<most>(i);
+        if (m - i > most) {
+            const int64_t half = (m - i + 1) / 2;
+            tile_of<most>(half, i, f);
+            i += half;
+        }
+        tile_of<most>(m - i, i, f);
+    }
+
   private:
+    template <int R, class F>
+    static void tile_of(int64_t rows, int64_t i, const F& f) {
+        if (rows == R) return f.template operator()<R>(i);
+        if constexpr (R > 1) tile_of<R - 1>(rows, i, f);
+    }
+
     template <int NV, class F>
     static void rows(int64_t m, int64_t k, const Operands& o, int64_t j, const F& between) {
-        int64_t i = 0;
-        if (o.shape == Shape::LowerResult) i = j / kMr * kMr;
-        for (; i + kMr <= m; i += kMr) {
+        tiles<NV>(o.shape == Shape::LowerResult ? j / kMr * kMr : 0, m, [&]<int R>(int64_t i) {
             between();
-            tile<kMr, NV>(k, o, i, j);
-        }
-        if constexpr (kMr > 4)
-            if (i + 4 <= m) tile<4, NV>(k, o, i, j), i += 4;
-        if (i + 2 <= m) tile<2, NV>(k, o, i, j), i += 2;
-        if (i < m) tile<1, NV>(k, o, i, j);
+            tile<R, NV>(k, o, i, j);
+        });
     }
 
     template <int MR, int NV>
@@ -80,7 +96,7 @@ struct SmallGemm {
             Vector v[NV];
 #pragma GCC unroll 2
             for (int s = 0; s < NV; ++s) v[s] = load(b + s * kLanes);
-#pragma GCC unroll 8
+#pragma GCC unroll 16
             for (int r = 0; r < MR; ++r) {
                 const Vector x = a[r * o.ai] - Vector{};  // a broadcast
 #pragma GCC unroll 2
@@ -89,7 +105,7 @@ struct SmallGemm {
         }
         T* c = o.c + i * o.ldc + j;
         const T* d = o.add ? o.add + i * o.ldc + j : c;
-#pragma GCC unroll 8
+#pragma GCC unroll 16
         for (int r = 0; r < MR; ++r) {
 #pragma GCC unroll 2
             for (int s = 0; s < NV; ++s) {

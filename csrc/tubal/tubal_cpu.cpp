@@ -3,10 +3,11 @@
 // Three phases: (1) A and B go to n3 real planes of contiguous rows, kBlock tubes at a time; (2) every face is
 // multiplied: a real one by one product, a complex one by three,
 //
-//   P1 = Ar Br,  P2 = Ai Bi,  P3 = (Ar + Ai)(Br + Bi):   Cr = P1 - P2,  Ci = P3 - P1 - P2,
+//   P = (Ar + Ai) Br:   Ci = P + Ar (Bi - Br),  Cr = P - Ai (Br + Bi),
 //
-// column panel after column panel, with the panel of B, and its sum, packed into L1; a conjugate transpose reads A by
-// its other stride, transposes B as it packs, and changes signs; (3) the planes of C go back.
+// which a tile of C takes one after the other in registers, with P put aside; some columns of A, with their sums, at a
+// time stay in L2, and column panels of B, with difference and sum, go through L1. A conjugate transpose reads A by its
+// other stride, transposes B as it packs, and changes signs; (3) the planes of C go back.
 //
 // Flops for n1 x n2 times n2 x n4 and n3 faces: 2 n1 n2 n4 (1.5 n3 - 1), n3 even, or (1.5 n3 - 0.5), besides
 // n3^2 / 2 (n3 odd: n3^2) per tube of A, B and C. Bytes: A, B, C once, and their planes (as large) written and read.
@@ -27,7 +28,14 @@
 namespace pyops::PYOPS_ISA {
 namespace {
 
-constexpr int64_t kDepth = 256;  // rows of B packed at a time: 256 x 2 vectors fill two thirds of L1
+// Rows of B packed at a time: three panels of 96 x 2 vectors, or one of 256, fill two thirds of L1.
+constexpr int64_t kDepth = 256, kComplexDepth = 96;
+
+// The size of `total`'s equal parts that are no larger than `most`.
+int64_t part_of(int64_t total, int64_t most) {
+    const int64_t parts = (total + most - 1) / most;
+    return parts > 1 ? (total + parts - 1) / parts : most;
+}
 
 // A factor's planes: element (i, j) of plane f at data[f plane + i row + j col], where one stride is 1.
 template <class T>
@@ -70,22 +78,19 @@ struct Transforms {
 template <class T>
 struct Own {
     static constexpr int64_t kLanes = SmallGemm<T>::kLanes, kBlock = TubeTransform<T>::kBlock, kPanel = 2 * kLanes;
-    T *x, *t, *y;                       // blocks of tubes
-    T *panel, *panel_imag, *panel_sum;  // of B
-    T *first, *second, *third;          // products
-    T* sum;                             // Ar + Ai
+    T *x, *t, *y;                   // blocks of tubes
+    T *panel, *difference, *total;  // of B: Br, Bi - Br, Br + Bi
+    T* sum;                         // Ar + Ai
     Own(const TubalProduct& p, const Transforms<T>& transforms, Pieces& pieces) {
-        const int64_t block = TubeTransform<T>::rows(p.tubes) * kBlock, depth = std::min(p.inner, kDepth);
+        const int64_t block = TubeTransform<T>::rows(p.tubes) * kBlock, depth = std::min(p.inner, kDepth),
+                      part = std::min(p.inner, kComplexDepth);
         x = pieces.take<T>(block);
         t = pieces.take<T>(std::max(block, transforms.forward.scratch_rows() * kBlock));
         y = pieces.take<T>(block);
         panel = pieces.take<T>(depth * kPanel);
-        panel_imag = pieces.take<T>(depth * kPanel);
-        panel_sum = pieces.take<T>(depth * kPanel);
-        first = pieces.take<T>(p.rows * kPanel);
-        second = pieces.take<T>(p.rows * kPanel);
-        third = pieces.take<T>(p.rows * kPanel);
-        sum = pieces.take<T>(p.tubes > 2 ? p.rows * p.inner : 0);
+        difference = pieces.take<T>(part * kPanel);
+        total = pieces.take<T>(part * kPanel);
+        sum = pieces.take<T>(p.tubes > 2 ? p.rows * part : 0);
     }
 };
 
@@ -207,66 +212,128 @@ class Product {
 
     void real_face(const Planes<T>& a, const Planes<T>& b, int64_t f, int64_t from, int64_t to, bool add,
                    Own<T>& own) const {
+        constexpr T one = 1;
         T* c = c_ + f * size_c_;
-        if (p_.inner == 0 && !add)
-            for (int64_t i = 0; i < p_.rows; ++i) std::fill(c + i * ldc_ + from, c + i * ldc_ + to, T(0));
-        for (int64_t j = from; j < to; j += kPanel) {
-            const int64_t width = std::min(kPanel, to - j);
-            for (int64_t k = 0; k < p_.inner; k += kDepth) {
-                const int64_t depth = std::min(kDepth, p_.inner - k);
+        if (p_.inner == 0 && !add) return clear(c, from, to);
+        const int64_t part = part_of(p_.inner, kDepth);
+        for (int64_t k = 0; k < p_.inner; k += part) {
+            const int64_t depth = std::min(part, p_.inner - k);
+            for (int64_t j = from; j < to; j += kPanel) {
+                const int64_t width = std::min(kPanel, to - j);
                 const Panel panel = pack(b, f, k, depth, j, width, own.panel);
-                product(rows_of(j + width), a.data + f * a.plane, a, k, depth, width, panel, c + j, ldc_, add || k > 0);
+                Gem::multiply(rows_of(j + width), width, depth,
+                              {a.data + f * a.plane + k * a.col, a.row, a.col, panel.data, panel.ld, c + j, ldc_,
+                               add || k > 0 ? &one : nullptr, 0},
+                              [] {});
             }
         }
+    }
+
+    void clear(T* c, int64_t from, int64_t to) const {
+        for (int64_t i = 0; i < p_.rows; ++i) std::fill(c + i * ldc_ + from, c + i * ldc_ + to, T(0));
     }
 
     void complex_face(const Planes<T>& a, const Planes<T>& b, int64_t f, int64_t from, int64_t to, bool add,
                       Own<T>& own) const {
         const int64_t imag = p_.tubes / 2 + f;
-        const T *ar = a.data + f * a.plane, *ai = a.data + imag * a.plane;
-        const T sign_a = p_.transpose_a ? T(-1) : T(1), sign_b = p_.transpose_b ? T(-1) : T(1);
-        for (int64_t e = 0; e < p_.rows * p_.inner; ++e) own.sum[e] = ar[e] + sign_a * ai[e];
         T *cr = c_ + f * size_c_, *ci = c_ + imag * size_c_;
-        const Vector both = sign_a * sign_b - Vector{};
-        for (int64_t j = from; j < to; j += kPanel) {
-            const int64_t width = std::min(kPanel, to - j), rows = rows_of(j + width);
-            if (p_.inner == 0)
-                for (T* t : {own.first, own.second, own.third}) std::fill(t, t + rows * kPanel, T(0));
-            for (int64_t k = 0; k < p_.inner; k += kDepth) {
-                const int64_t depth = std::min(kDepth, p_.inner - k);
+        if (p_.inner == 0 && !add) {
+            clear(cr, from, to);
+            return clear(ci, from, to);
+        }
+        const T sign_a = p_.transpose_a ? T(-1) : T(1), sign_b = p_.transpose_b ? T(-1) : T(1);
+        const int64_t part = part_of(p_.inner, kComplexDepth);
+        for (int64_t k = 0; k < p_.inner; k += part) {
+            const int64_t depth = std::min(part, p_.inner - k);
+            Left left{
+                a.data + f * a.plane + k * a.col, a.data + imag * a.plane + k * a.col, own.sum, a.row, a.col, 0, 0};
+            add_parts(left, depth, sign_a, own.sum);
+            for (int64_t j = from; j < to; j += kPanel) {
+                const int64_t width = std::min(kPanel, to - j);
                 const Panel re = pack(b, f, k, depth, j, width, own.panel);
-                const Panel im = pack(b, imag, k, depth, j, width, own.panel_imag);
+                const Panel im = pack(b, imag, k, depth, j, width, own.total);
                 for (int64_t r = 0; r < depth; ++r)
-                    for (int64_t l = 0; l < width; l += kLanes)
-                        Gem::store(own.panel_sum + r * width + l,
-                                   Gem::load(re.data + r * re.ld + l) + sign_b * Gem::load(im.data + r * im.ld + l));
-                product(rows, ar, a, k, depth, width, re, own.first, kPanel, k > 0);
-                product(rows, ai, a, k, depth, width, im, own.second, kPanel, k > 0);
-                product(rows, own.sum, a, k, depth, width, {own.panel_sum, width}, own.third, kPanel, k > 0);
-            }
-            for (int64_t i = 0; i < rows; ++i)
-                for (int64_t l = 0; l < width; l += kLanes) {
-                    const int64_t s = i * kPanel + l, e = i * ldc_ + j + l;
-                    const Vector p1 = Gem::load(own.first + s), p2 = both * Gem::load(own.second + s);
-                    Vector re = p1 - p2, im = Gem::load(own.third + s) - p1 - p2;
-                    if (add) {
-                        re += Gem::load(cr + e);
-                        im += Gem::load(ci + e);
+                    for (int64_t l = 0; l < width; l += kLanes) {
+                        const Vector x = Gem::load(re.data + r * re.ld + l);
+                        const Vector y = sign_b * Gem::load(im.data + r * im.ld + l);
+                        Gem::store(own.difference + r * width + l, y - x);
+                        Gem::store(own.total + r * width + l, sign_a * (x + y));
                     }
-                    Gem::store(cr + e, re);
-                    Gem::store(ci + e, im);
-                }
+                const auto tiles = [&]<int NV>() {
+                    Gem::template tiles<NV>(0, rows_of(j + width), [&]<int MR>(int64_t i) {
+                        complex_tile<MR, NV>(depth, left, i, re, {own.difference, width}, {own.total, width},
+                                             cr + i * ldc_ + j, ci + i * ldc_ + j, ldc_, add || k > 0);
+                    });
+                };
+                width == kPanel ? tiles.template operator()<2>() : tiles.template operator()<1>();
+            }
         }
     }
 
-    // c [+]= a(:, k ..) panel
-    static void product(int64_t rows, const T* a, const Planes<T>& strides, int64_t k, int64_t depth, int64_t width,
-                        const Panel& panel, T* c, int64_t ldc, bool add) {
-        constexpr T one = 1;
-        Gem::multiply(
-            rows, width, depth,
-            {a + k * strides.col, strides.row, strides.col, panel.data, panel.ld, c, ldc, add ? &one : nullptr, 0},
-            [] {});
+    // Some columns of A: re and im with the strides of the planes, and their sum with its own.
+    struct Left {
+        const T *re, *im, *sum;
+        int64_t row, col, sum_row, sum_col;
+    };
+
+    // left.sum = re + sign im, with the unit stride where the planes have it.
+    void add_parts(Left& left, int64_t depth, T sign, T* sum) const {
+        const bool by_rows = left.col == 1;
+        const int64_t lines = by_rows ? p_.rows : depth, length = by_rows ? depth : p_.rows;
+        const int64_t step = by_rows ? left.row : left.col;
+        left.sum_row = by_rows ? depth : 1;
+        left.sum_col = by_rows ? 1 : p_.rows;
+        for (int64_t i = 0; i < lines; ++i) {
+            const T *re = left.re + i * step, *im = left.im + i * step;
+            T* to = sum + i * length;
+            for (int64_t e = 0; e < length; ++e) to[e] = re[e] + sign * im[e];
+        }
+    }
+
+    // acc += a b, or -= if kMinus.
+    template <bool kMinus, int MR, int NV>
+    [[gnu::always_inline]] static void accumulate(int64_t depth, const T* a, int64_t row, int64_t col, const Panel& b,
+                                                  Vector (&acc)[MR][NV]) {
+        const T* v = b.data;
+        for (int64_t k = 0; k < depth; ++k, a += col, v += b.ld) {
+            Vector of[NV];
+#pragma GCC unroll 2
+            for (int s = 0; s < NV; ++s) of[s] = Gem::load(v + s * kLanes);
+#pragma GCC unroll 16
+            for (int r = 0; r < MR; ++r) {
+                const Vector x = a[r * row] - Vector{};  // a broadcast
+#pragma GCC unroll 2
+                for (int s = 0; s < NV; ++s) acc[r][s] = kMinus ? acc[r][s] - x * of[s] : acc[r][s] + x * of[s];
+            }
+        }
+    }
+
+    template <int MR, int NV>
+    static void complex_tile(int64_t depth, const Left& left, int64_t i, const Panel& re, const Panel& difference,
+                             const Panel& total, T* cr, T* ci, int64_t ldc, bool add) {
+        Vector acc[MR][NV] = {}, aside[MR][NV];
+        accumulate<false>(depth, left.sum + i * left.sum_row, left.sum_row, left.sum_col, re, acc);
+        const auto put = [&](T* c) __attribute__((always_inline)) {
+#pragma GCC unroll 16
+            for (int r = 0; r < MR; ++r)
+#pragma GCC unroll 2
+                for (int s = 0; s < NV; ++s) {
+                    T* to = c + r * ldc + s * kLanes;
+                    Gem::store(to, add ? acc[r][s] + Gem::load(to) : acc[r][s]);
+                }
+        };
+#pragma GCC unroll 16
+        for (int r = 0; r < MR; ++r)
+#pragma GCC unroll 2
+            for (int s = 0; s < NV; ++s) aside[r][s] = acc[r][s];
+        accumulate<false>(depth, left.re + i * left.row, left.row, left.col, difference, acc);
+        put(ci);
+#pragma GCC unroll 16
+        for (int r = 0; r < MR; ++r)
+#pragma GCC unroll 2
+            for (int s = 0; s < NV; ++s) acc[r][s] = aside[r][s];
+        accumulate<true>(depth, left.im + i * left.row, left.row, left.col, total, acc);
+        put(cr);
     }
 
     // Rows k .. and columns j .. of a plane of B: where they are, if they are read too few times to be worth packing.
