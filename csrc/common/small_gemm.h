@@ -11,6 +11,10 @@
 #include <algorithm>
 #include <cstdint>
 
+#if defined(__x86_64__)
+#include <immintrin.h>
+#endif
+
 #include "common/gemm.h"
 
 namespace pyops::PYOPS_ISA {
@@ -31,6 +35,25 @@ struct SmallGemm {
 
     static Vector load(const T* p) { return *reinterpret_cast<const typename Gemm<T>::Unaligned*>(p); }
     static void store(T* p, Vector v) { *reinterpret_cast<typename Gemm<T>::Unaligned*>(p) = v; }
+    // A store past the caches where p is aligned, for what is not read soon: memory need not be read first. fence()
+    // comes between it and whatever tells other threads of it.
+    static void stream(T* p, Vector v) {
+        if (reinterpret_cast<uintptr_t>(p) % kVectorBytes) return store(p, v);
+#if defined(__AVX512F__)
+        _mm512_stream_si512(reinterpret_cast<__m512i*>(p), (__m512i)v);
+#elif defined(__AVX2__)
+        _mm256_stream_si256(reinterpret_cast<__m256i*>(p), (__m256i)v);
+#elif defined(__x86_64__)
+        _mm_stream_si128(reinterpret_cast<__m128i*>(p), (__m128i)v);
+#else
+        store(p, v);
+#endif
+    }
+    static void fence() {
+#if defined(__x86_64__)
+        _mm_sfence();
+#endif
+    }
 
     struct Operands {
         const T* a;
@@ -42,9 +65,10 @@ struct SmallGemm {
         const T* r = nullptr;  // r(i) = r[i * r_step]; null: no D
         int64_t r_step = 0;
         Shape shape = Shape::Full;
-        const T* add = nullptr;   // D, with C's leading dimension; null: C itself
-        bool precise = false;     // of interest to engines that round operands: keep twice the bits
-        bool exact_left = false;  // for those: A has no more bits than they keep
+        const T* add = nullptr;    // D, with C's leading dimension; null: C itself
+        bool precise = false;      // of interest to engines that round operands: keep twice the bits
+        bool exact_left = false;   // for those: A has no more bits than they keep
+        bool past_caches = false;  // stream() C
     };
 
     // m x n x k; n is a multiple of kLanes. Calls between() before each tile.
@@ -110,7 +134,8 @@ struct SmallGemm {
 #pragma GCC unroll 2
             for (int s = 0; s < NV; ++s) {
                 const int64_t e = r * o.ldc + s * kLanes;
-                store(c + e, o.r ? acc[r][s] + o.r[(i + r) * o.r_step] * load(d + e) : acc[r][s]);
+                const Vector v = o.r ? acc[r][s] + o.r[(i + r) * o.r_step] * load(d + e) : acc[r][s];
+                o.past_caches ? stream(c + e, v) : store(c + e, v);
             }
         }
     }

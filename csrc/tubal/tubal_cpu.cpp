@@ -31,6 +31,9 @@ namespace {
 // Rows of B packed at a time: three panels of 96 x 2 vectors, or one of 256, fill two thirds of L1.
 constexpr int64_t kDepth = 256, kComplexDepth = 96;
 
+// Planes of A and B of more bytes do not wait in the caches.
+constexpr int64_t kStreamed = int64_t{4} << 20;
+
 // The size of `total`'s equal parts that are no larger than `most`.
 int64_t part_of(int64_t total, int64_t most) {
     const int64_t parts = (total + most - 1) / most;
@@ -112,6 +115,7 @@ class Product {
         a_ = pieces.take<T>(size_a_ * p.tubes + kBlock);
         b_ = pieces.take<T>(size_b_ * p.tubes + kBlock);
         c_ = pieces.take<T>(size_c_ * p.tubes + kBlock);
+        stream_ = (size_a_ + size_b_) * p.tubes * static_cast<int64_t>(sizeof(T)) > kStreamed;
         matrix_ = p.inverse != nullptr;
         complex_faces_ = matrix_ ? 0 : (p.tubes - 1) / 2;
         faces_ = matrix_ ? p.tubes : p.tubes / 2 + 1;
@@ -129,6 +133,7 @@ class Product {
                 const int64_t rows = p_.transpose_b ? p_.cols : p_.inner, cols = p_.transpose_b ? p_.inner : p_.cols;
                 forward(entries[e].b, rows, cols, p_.forward_b, b_, size_b_, team, own);
             }
+            if (stream_) Gem::fence();
             team.wait();
             if (team.rank == 0) {
                 last_a_ = entries[e].a;
@@ -177,11 +182,11 @@ class Product {
                 T* target = planes + line * layout.length + first;
                 const auto* m = static_cast<const T*>(matrix);
                 if (count == kBlock) {
-                    transforms_.forward.forward(own.x, own.t, target, plane, kBlock, m);
+                    transforms_.forward.forward(own.x, own.t, target, plane, kBlock, m, stream_);
                     continue;
                 }
                 // A whole block would run into the next line.
-                transforms_.forward.forward(own.x, own.t, own.y, kBlock, padded(count, kLanes), m);
+                transforms_.forward.forward(own.x, own.t, own.y, kBlock, padded(count, kLanes), m, false);
                 for (int64_t f = 0; f < p_.tubes; ++f)
                     for (int64_t l = 0; l < count; ++l) target[f * plane + l] = own.y[f * kBlock + l];
             }
@@ -389,7 +394,7 @@ class Product {
     const TubalProduct& p_;
     const Transforms<T>& transforms_;
     int64_t ldc_, size_a_, size_b_, size_c_, complex_faces_, faces_;
-    bool matrix_;
+    bool matrix_, stream_;
     T *a_, *b_, *c_;
     TubalView last_a_, last_b_;
 };

@@ -106,25 +106,25 @@ class TubeTransform {
         }
     }
 
-    // Rows of tubes x, which are overwritten, to rows of faces y, ldy apart, for the first `lanes`
-    // lanes (whole vectors); of a matrix, if it is not null.
-    void forward(T* x, T* t, T* y, int64_t ldy, int64_t lanes, const T* matrix) const {
-        if (matrix) return multiply(lanes, n_, n_, matrix, n_, x, kBlock, y, ldy);
-        if (n_ <= 4) return small_forward(lanes, x, y, ldy);
-        if (by_fourier_) return fourier_forward(lanes, x, t, y, ldy);
+    // Rows of tubes x, which are overwritten, to rows of faces y, ldy apart, for the first `lanes` lanes (whole
+    // vectors); of a matrix, if it is not null. `stream`: past the caches (common/small_gemm.h).
+    void forward(T* x, T* t, T* y, int64_t ldy, int64_t lanes, const T* matrix, bool stream) const {
+        if (matrix) return multiply(lanes, n_, n_, matrix, n_, x, kBlock, y, ldy, stream);
+        if (n_ <= 4) return small_forward(lanes, x, y, ldy, stream);
+        if (by_fourier_) return fourier_forward(lanes, x, t, y, ldy, stream);
         const int64_t odd = (n_ - 1) / 2;
         for (int64_t k = 1; k <= odd; ++k) sum_and_difference(lanes, x + k * kBlock, x + (n_ - k) * kBlock);
-        cosines(lanes, x, kBlock, t, y, ldy);
-        sines(lanes, x + (n_ - 1) * kBlock, -kBlock, t, y + (n_ / 2 + 1) * ldy, ldy);
+        cosines(lanes, x, kBlock, t, y, ldy, stream);
+        sines(lanes, x + (n_ - 1) * kBlock, -kBlock, t, y + (n_ / 2 + 1) * ldy, ldy, stream);
     }
 
     // Rows of faces y, ldy apart, to rows of tubes x.
     void inverse(const T* y, int64_t ldy, int64_t lanes, T* t, T* x) const {
-        if (matrix_) return multiply(lanes, n_, n_, matrix_, n_, y, ldy, x, kBlock);
+        if (matrix_) return multiply(lanes, n_, n_, matrix_, n_, y, ldy, x, kBlock, false);
         if (n_ <= 4) return small_inverse(lanes, y, ldy, x);
         if (by_fourier_) return fourier_inverse(lanes, y, ldy, t, x);
-        cosines(lanes, y, ldy, t, x, kBlock);
-        sines(lanes, y + (n_ / 2 + 1) * ldy, ldy, t, x + (n_ - 1) * kBlock, -kBlock);
+        cosines(lanes, y, ldy, t, x, kBlock, false);
+        sines(lanes, y + (n_ / 2 + 1) * ldy, ldy, t, x + (n_ - 1) * kBlock, -kBlock, false);
         const int64_t odd = (n_ - 1) / 2;
         for (int64_t k = 1; k <= odd; ++k) {
             T *a = x + k * kBlock, *b = x + (n_ - k) * kBlock;
@@ -142,9 +142,13 @@ class TubeTransform {
 
     // y = a x
     static void multiply(int64_t lanes, int64_t m, int64_t k, const T* a, int64_t lda, const T* x, int64_t ldx, T* y,
-                         int64_t ldy) {
-        Gem::multiply(m, lanes, k, {a, lda, 1, x, ldx, y, ldy}, [] {});
+                         int64_t ldy, bool stream) {
+        typename Gem::Operands o{a, lda, 1, x, ldx, y, ldy};
+        o.past_caches = stream;
+        Gem::multiply(m, lanes, k, o, [] {});
     }
+
+    static void put(T* p, Vector v, bool stream) { stream ? Gem::stream(p, v) : Gem::store(p, v); }
 
     static void sum_and_difference(int64_t lanes, T* a, T* b) {
         for (int64_t l = 0; l < lanes; l += kLanes) {
@@ -155,61 +159,62 @@ class TubeTransform {
     }
 
     // out_f = sum_k cos_fk in_k for 0 <= f, k <= n/2, rows `step` and `stride` apart.
-    void cosines(int64_t lanes, const T* in, int64_t step, T* t, T* out, int64_t stride) const {
-        if (n_ % 2) return multiply(lanes, cos_rows_, cos_even_, cos_, cos_even_, in, step, out, stride);
+    void cosines(int64_t lanes, const T* in, int64_t step, T* t, T* out, int64_t stride, bool stream) const {
+        if (n_ % 2) return multiply(lanes, cos_rows_, cos_even_, cos_, cos_even_, in, step, out, stride, stream);
         const int64_t half = n_ / 2;
         T *even = t, *odd = t + cos_rows_ * kBlock;
-        multiply(lanes, cos_rows_, cos_even_, cos_, cos_even_, in, 2 * step, even, kBlock);
-        multiply(lanes, cos_rows_, cos_odd_, cos_ + cos_rows_ * cos_even_, cos_odd_, in + step, 2 * step, odd, kBlock);
+        multiply(lanes, cos_rows_, cos_even_, cos_, cos_even_, in, 2 * step, even, kBlock, false);
+        multiply(lanes, cos_rows_, cos_odd_, cos_ + cos_rows_ * cos_even_, cos_odd_, in + step, 2 * step, odd, kBlock,
+                 false);
         for (int64_t f = 0; f < cos_rows_; ++f)
             for (int64_t l = 0; l < lanes; l += kLanes) {
                 const Vector e = Gem::load(even + f * kBlock + l), o = Gem::load(odd + f * kBlock + l);
-                Gem::store(out + f * stride + l, e + o);
-                if (half - f != f) Gem::store(out + (half - f) * stride + l, e - o);
+                put(out + f * stride + l, e + o, stream);
+                if (half - f != f) put(out + (half - f) * stride + l, e - o, stream);
             }
     }
 
     // out_f = sum_k sin_fk in_k for 1 <= f, k <= (n-1)/2; in and out point to row 1.
-    void sines(int64_t lanes, const T* in, int64_t step, T* t, T* out, int64_t stride) const {
-        if (n_ % 2) return multiply(lanes, sin_rows_, sin_odd_, sin_, sin_odd_, in, step, out, stride);
+    void sines(int64_t lanes, const T* in, int64_t step, T* t, T* out, int64_t stride, bool stream) const {
+        if (n_ % 2) return multiply(lanes, sin_rows_, sin_odd_, sin_, sin_odd_, in, step, out, stride, stream);
         const int64_t half = n_ / 2;
         T *even = t, *odd = t + sin_rows_ * kBlock;
-        multiply(lanes, sin_rows_, sin_even_, sin_ + sin_rows_ * sin_odd_, sin_even_, in + step, 2 * step, even,
-                 kBlock);
-        multiply(lanes, sin_rows_, sin_odd_, sin_, sin_odd_, in, 2 * step, odd, kBlock);
+        multiply(lanes, sin_rows_, sin_even_, sin_ + sin_rows_ * sin_odd_, sin_even_, in + step, 2 * step, even, kBlock,
+                 false);
+        multiply(lanes, sin_rows_, sin_odd_, sin_, sin_odd_, in, 2 * step, odd, kBlock, false);
         for (int64_t f = 1; f <= sin_rows_; ++f)
             for (int64_t l = 0; l < lanes; l += kLanes) {
                 const Vector e = Gem::load(even + (f - 1) * kBlock + l), o = Gem::load(odd + (f - 1) * kBlock + l);
-                Gem::store(out + (f - 1) * stride + l, o + e);
-                if (half - f != f) Gem::store(out + (half - f - 1) * stride + l, o - e);
+                put(out + (f - 1) * stride + l, o + e, stream);
+                if (half - f != f) put(out + (half - f - 1) * stride + l, o - e, stream);
             }
     }
 
-    void small_forward(int64_t lanes, const T* x, T* y, int64_t ldy) const {
+    void small_forward(int64_t lanes, const T* x, T* y, int64_t ldy, bool stream) const {
         for (int64_t l = 0; l < lanes; l += kLanes) {
             const Vector a = Gem::load(x + l);
             if (n_ == 1) {
-                Gem::store(y + l, a);
+                put(y + l, a, stream);
                 continue;
             }
             const Vector b = Gem::load(x + kBlock + l);
             if (n_ == 2) {
-                Gem::store(y + l, a + b);
-                Gem::store(y + ldy + l, a - b);
+                put(y + l, a + b, stream);
+                put(y + ldy + l, a - b, stream);
                 continue;
             }
             const Vector c = Gem::load(x + 2 * kBlock + l);
             if (n_ == 3) {
-                Gem::store(y + l, a + (b + c));
-                Gem::store(y + ldy + l, a - T(0.5) * (b + c));
-                Gem::store(y + 2 * ldy + l, static_cast<T>(kSin60) * (c - b));
+                put(y + l, a + (b + c), stream);
+                put(y + ldy + l, a - T(0.5) * (b + c), stream);
+                put(y + 2 * ldy + l, static_cast<T>(kSin60) * (c - b), stream);
                 continue;
             }
             const Vector d = Gem::load(x + 3 * kBlock + l);
-            Gem::store(y + l, (a + c) + (b + d));
-            Gem::store(y + ldy + l, a - c);
-            Gem::store(y + 2 * ldy + l, (a + c) - (b + d));
-            Gem::store(y + 3 * ldy + l, d - b);
+            put(y + l, (a + c) + (b + d), stream);
+            put(y + ldy + l, a - c, stream);
+            put(y + 2 * ldy + l, (a + c) - (b + d), stream);
+            put(y + 3 * ldy + l, d - b, stream);
         }
     }
 
@@ -247,7 +252,7 @@ class TubeTransform {
     // Even n: z_k = x_{2k} + i x_{2k+1} has the spectrum Z of length m = n / 2, and
     //   X_k = E_k + w^k O_k,  E_k = (Z_k + conj Z_{m-k}) / 2,  O_k = (Z_k - conj Z_{m-k}) / 2i,  w = exp(-2 pi i / n).
     // Odd n: z = x. Half of the lanes at a time, so that no tube shares a number with another.
-    void fourier_forward(int64_t lanes, const T* x, T* t, T* y, int64_t ldy) const {
+    void fourier_forward(int64_t lanes, const T* x, T* t, T* y, int64_t ldy, bool stream) const {
         const int64_t half = n_ / 2, length = n_ % 2 ? n_ : half;
         const Vector point5 = T(0.5) - Vector{};
         for (int64_t first = 0; first < lanes; first += 2 * kLanes) {
@@ -269,8 +274,8 @@ class TubeTransform {
                         a = point5 * (er + (cos_[f] * or_ - sin_[f] * oi));
                         b = point5 * (ei + (cos_[f] * oi + sin_[f] * or_));
                     }
-                    Gem::store(re + l, a);
-                    if (f > 0 && 2 * f != n_) Gem::store(im + l, b);
+                    put(re + l, a, stream);
+                    if (f > 0 && 2 * f != n_) put(im + l, b, stream);
                 }
             }
         }
