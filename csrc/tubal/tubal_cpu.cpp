@@ -31,8 +31,8 @@ namespace {
 // Rows of B packed at a time: three panels of 96 x 2 vectors, or one of 256, fill two thirds of L1.
 constexpr int64_t kDepth = 256, kComplexDepth = 96;
 
-// Planes of A and B of more bytes do not wait in the caches.
-constexpr int64_t kStreamed = int64_t{4} << 20;
+// So many planes, of so many bytes, are written past the caches: more lines at a time than the processor fetches ahead.
+constexpr int64_t kStreamedPlanes = 24, kStreamedBytes = int64_t{4} << 20;
 
 // The size of `total`'s equal parts that are no larger than `most`.
 int64_t part_of(int64_t total, int64_t most) {
@@ -115,7 +115,8 @@ class Product {
         a_ = pieces.take<T>(size_a_ * p.tubes + kBlock);
         b_ = pieces.take<T>(size_b_ * p.tubes + kBlock);
         c_ = pieces.take<T>(size_c_ * p.tubes + kBlock);
-        stream_ = (size_a_ + size_b_) * p.tubes * static_cast<int64_t>(sizeof(T)) > kStreamed;
+        stream_ = p.tubes >= kStreamedPlanes &&
+                  (size_a_ + size_b_) * p.tubes * static_cast<int64_t>(sizeof(T)) > kStreamedBytes;
         matrix_ = p.inverse != nullptr;
         complex_faces_ = matrix_ ? 0 : (p.tubes - 1) / 2;
         faces_ = matrix_ ? p.tubes : p.tubes / 2 + 1;

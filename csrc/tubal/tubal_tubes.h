@@ -22,9 +22,12 @@ struct Tubes {
             for (int64_t t = 0; t < n; ++t) {
                 const E* row = p + t * tube;
                 T* out = x + t * kBlock;
-                if (count == kBlock)
+                if (count == kBlock) {
+                    // More rows than the processor follows by itself.
+                    constexpr int64_t kLine = 64 / sizeof(E);
+                    for (int64_t l = 0; l < kBlock; l += kLine) __builtin_prefetch(row + kBlock + l, 0, 2);
                     for (int64_t l = 0; l < kBlock; ++l) out[l] = static_cast<T>(widen(row[l]));
-                else
+                } else
                     for (int64_t l = 0; l < kBlock; ++l) out[l] = l < count ? static_cast<T>(widen(row[l])) : T(0);
             }
             return;
