@@ -28,8 +28,8 @@
 namespace pyops::PYOPS_ISA {
 namespace {
 
-// Rows of B packed at a time: three panels of 96 x 2 vectors, or one of 256, fill two thirds of L1.
-constexpr int64_t kDepth = 256, kComplexDepth = 96;
+// Rows of B packed at a time: three panels of 128 x 2 vectors pass through L1, one of 256 stays.
+constexpr int64_t kDepth = 256, kComplexDepth = 128;
 
 // So many planes, of so many bytes, are written past the caches: more lines at a time than the processor fetches ahead.
 constexpr int64_t kStreamedPlanes = 24, kStreamedBytes = int64_t{4} << 20;

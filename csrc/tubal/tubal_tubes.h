@@ -57,6 +57,18 @@ struct Tubes {
                         continue;
                     }
                 }
+                if constexpr (same) {
+                    // Of shorter tubes whole vectors too, where the block goes on behind them.
+                    if (n < kLanes && (l0 + kLanes - 1) * lane + kLanes <= (count - 1) * lane + n) {
+                        Vector v[kLanes];
+#pragma GCC unroll 16
+                        for (int l = 0; l < kLanes; ++l) v[l] = Gem::load(p + (l0 + l) * lane);
+                        __builtin_prefetch(p + (l0 + kBlock) * lane, 0, 2);
+                        Transpose<T>::square(v);
+                        for (int64_t j = 0; j < n; ++j) Gem::store(target + j * kBlock, v[j]);
+                        continue;
+                    }
+                }
                 alignas(64) T square[kLanes * kLanes] = {};
                 for (int64_t l = 0; l < std::min(kLanes, count - l0); ++l) {
                     const E* source = p + (l0 + l) * lane + t;
@@ -103,6 +115,18 @@ struct Tubes {
                 if constexpr (same) {
                     if (n >= kLanes && l0 + kLanes <= count) {
                         Transpose<T>::block(source, kBlock, p + l0 * lane + t, lane);
+                        continue;
+                    }
+                }
+                if constexpr (same) {
+                    // Of shorter tubes whole vectors too, the next tube over what stands behind the one before.
+                    if (lane == n && n < kLanes && (l0 + kLanes - 1) * n + kLanes <= count * n) {
+                        Vector v[kLanes];
+#pragma GCC unroll 16
+                        for (int j = 0; j < kLanes; ++j)
+                            v[j] = Gem::load(source + std::min<int64_t>(j, n - 1) * kBlock);
+                        Transpose<T>::square(v);
+                        for (int64_t l = 0; l < kLanes; ++l) Gem::store(p + (l0 + l) * n, v[l]);
                         continue;
                     }
                 }
