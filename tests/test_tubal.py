@@ -3,6 +3,7 @@
 import math
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 import tubal_oracle as oracle
@@ -132,6 +133,8 @@ PRODUCT_ERRORS = [
     error(ValueError, "transform must be one of 'dft', 'dct', got 'fft'", a, b, transform="fft"),
     error(TypeError, 'transform must be "dft", "dct" or a matrix, got NoneType', a, b, transform=None),
     error(TypeError, "transform must be a torch.Tensor, got int", a, b, transform=[1]),
+    error(ValueError, r"transform must be \(4, 4\) .* got shape \(2, 2\)", a, b, transform=np.eye(2)),
+    error(TypeError, "transform must be a floating", a, b, transform=np.eye(4, dtype=np.int64)),
     error(ValueError, r"transform must be \(4, 4\) .* got shape \(3, 3\)", a, b, transform=torch.eye(3)),
     error(ValueError, "transform must be invertible", a, b, transform=torch.ones(4, 4)),
     error(ValueError, "transform must be invertible", a, b, transform=torch.arange(16.0).view(4, 4)),
@@ -195,6 +198,9 @@ GRAM_ERRORS = [
     error(ValueError, "u must have tubes of at least one entry", a[..., :0], function=tgram),
     error(TypeError, "transpose must be a bool, got 0", a, transpose=0, function=tgram),
     error(ValueError, "layout must be one of", a, layout="tubes", function=tgram),
+    error(ValueError, "order must be at least 3, got 2", a, order=2, function=tgram),
+    error(ValueError, "u must have at least 4 dimensions", a, order=4, function=tgram),
+    error(ValueError, "transform must be one of 'dft', 'dct'", a, transform="fft", function=tgram),
 ]
 TestTgram = op_suite(Spec(GRAMS, GRAM_EDGES, GRAM_ERRORS), "TestTgram")
 
@@ -378,6 +384,27 @@ def test_gradients_through_a_matrix_transform():
         call = lambda x, y, m, ta=ta: tprod(x, y, transform=m, transpose_a=ta)  # noqa: E731
         assert torch.autograd.gradcheck(call, tensors)
         assert torch.autograd.gradcheck(lambda x, y, f=call: f(x, y, tensors[2].detach()), tensors[:2])
+
+
+def test_transforms_may_be_arrays():
+    a, b = torch.randn(2, 3, 4, 5, dtype=torch.float64), torch.randn(3, 2, 4, 5, dtype=torch.float64)
+    matrices = [np.random.rand(n, n) + n * np.eye(n) for n in (4, 5)]
+    tensors = [torch.from_numpy(m) for m in matrices]
+    assert torch.equal(tprod(a, b, transform=matrices, order=4), tprod(a, b, transform=tensors, order=4))
+    for x in (a, a.float()):
+        assert torch.equal(tgram(x, transform=matrices[1]), tgram(x, transform=tensors[1]))
+
+
+@pytest.mark.parametrize("transpose", [False, True])
+@pytest.mark.parametrize(
+    ("transform", "layout", "order"),
+    [("dct", "last", 3), ("dct", "first", 3), ("dft", "last", 4), ("dct", "first", 5)],
+)
+def test_gram_tensors_of_other_transforms_and_orders(transform, layout, order, transpose):
+    u = torch.randn(3, 2, 4, 5, 2, dtype=torch.float64)
+    options = {"transform": transform, "layout": layout, "order": order}
+    wanted = tprod(u, u, transpose_a=transpose, transpose_b=not transpose, **options)
+    assert_close(tgram(u, transpose=transpose, **options), wanted, 1e-14)
 
 
 def test_dft_matrix_as_a_transform():

@@ -11,6 +11,7 @@ import functools
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
@@ -42,7 +43,9 @@ class Transform(NamedTuple):
             return self.name == other.name
         pairs = zip(self.forward, other.forward, strict=False)
         return len(self.forward) == len(other.forward) and all(
-            x is y or (x.shape == y.shape and torch.equal(x, y.to(x))) for x, y in pairs
+            x is y
+            or (x.shape == y.shape and (x.is_complex() or not y.is_complex()) and torch.equal(x, y.to(x)))
+            for x, y in pairs
         )
 
 
@@ -73,8 +76,8 @@ def tprod(
             tubes do not. float64, float32, bfloat16, float16 (float32 inside), complex64, complex128, any
             strides; never written to. Mixed dtypes promote. Real inputs give exactly real results.
         transform: ``"dft"`` (default), ``"dct"`` (the orthonormal DCT-II), or an invertible [n3, n3] matrix,
-            taken in the precision of a and b; for ``order`` above 3 one matrix per tube axis. Gradients reach
-            a matrix that requires them.
+            tensor or NumPy array, taken in the precision of a and b; for ``order`` above 3 one matrix per tube
+            axis. Gradients reach a matrix that requires them.
         transpose_a, transpose_b: take the T-transpose of that factor.
         layout: ``"last"``, or ``"first"``: a is [..., n3, n1, n2], and so on for b and the result.
         order: p >= 3, of the tensors themselves: the last p dimensions, [n1, n2, n3, ..., np] with layout
@@ -139,15 +142,23 @@ def tprod(
     )
 
 
-def tgram(u: Tensor, *, transpose: bool = False, layout: str = "last") -> Tensor:
+def tgram(
+    u: Tensor,
+    *,
+    transform: str | Tensor | Sequence[Tensor] = "dft",
+    transpose: bool = False,
+    layout: str = "last",
+    order: int = 3,
+) -> Tensor:
     """The t-product of a tensor with its own T-transpose: U * U^T, or U^T * U with ``transpose``.
 
-    Its faces are Hermitian, so that half of the products do.
+    Its faces are Hermitian, so that half of the products do: for real tensors, the DFT and order 3. The rest
+    is :func:`tprod` of u with itself.
 
     Args:
         u: [..., n1, n2, n3], dtypes as in :func:`tprod`.
         transpose: U^T * U instead.
-        layout: ``"last"`` or ``"first"``, as in :func:`tprod`.
+        transform, layout, order: as in :func:`tprod`.
 
     Returns:
         [..., n1, n1, n3] (n2 with ``transpose``), T-symmetric up to rounding. Differentiable any number of
@@ -165,6 +176,9 @@ def tgram(u: Tensor, *, transpose: bool = False, layout: str = "last") -> Tensor
     if (
         _FAST
         and type(u) in PLAIN
+        and type(transform) is str
+        and transform == "dft"
+        and order == 3
         and (layout == "last" or layout == "first")
         and type(transpose) is bool
         and u.is_cpu
@@ -178,12 +192,12 @@ def tgram(u: Tensor, *, transpose: bool = False, layout: str = "last") -> Tensor
         except RuntimeError:
             check_tubal("u", u, layout, 3)
             raise
-    check_tubal("u", u, layout, 3)
+    check_tubal("u", u, layout, order)
     checks.boolean("transpose", transpose)
-    if u.is_complex():
-        return reference.product(
-            u, u, transpose, not transpose, layout == "first", 1, None, None, None
-        ).contiguous()
+    t = resolve(transform, tube_sizes(u, layout, order), u.dtype, u.device)
+    if t.forward is not None or order > 3 or u.is_complex():
+        options: dict[str, Any] = {"transform": t, "layout": layout, "order": order}
+        return tprod(u, u, transpose_a=transpose, transpose_b=not transpose, **options)
     _no_tangent(u)
     return torch.ops.pyops.tgram(u, transpose, layout == "first")
 
@@ -280,7 +294,7 @@ def resolve(transform: Any, sizes: Sequence[int], dtype: torch.dtype, device: to
         if torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() > 0:  # no fakes in the cache
             return _dct(tuple(sizes), wide, device)
         return _cached_dct(tuple(sizes), wide, device)
-    if isinstance(transform, Tensor):
+    if isinstance(transform, Tensor | np.ndarray):
         transform = (transform,)
     if not isinstance(transform, list | tuple):
         raise TypeError(f'transform must be "dft", "dct" or a matrix, got {type(transform).__name__}')
@@ -305,6 +319,8 @@ def _cached_dct(sizes: tuple[int, ...], dtype: torch.dtype, device: torch.device
 
 def _matrix(m: Any, n: int, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:
     """A transform's matrix and its inverse, in the precision of the tensors."""
+    if isinstance(m, np.ndarray):
+        m = torch.as_tensor(m, device=device)
     if not isinstance(m, Tensor):
         raise TypeError(f"transform must be a torch.Tensor, got {type(m).__name__}")
     if m.dtype not in REAL and m.dtype not in COMPLEX:
