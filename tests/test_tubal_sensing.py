@@ -3,6 +3,7 @@
 The fused op writes in place; the shared suite is for pure ops, so what fits of its checks is repeated here.
 """
 
+import math
 import os
 
 import pytest
@@ -229,8 +230,9 @@ def test_errors():
     u, operator, y = problem(3, 2, 4, 6, F32)
     wrong = [
         (lambda: steps(u[0], operator, y), ValueError, r"u must be \[n, rank, tubes\].*got \(2, 4\)"),
-        (lambda: steps(u.long(), operator, y), TypeError, "u must be float64.* got torch.int64"),
+        (lambda: steps(u.long(), operator, y), TypeError, "u must be float64 or float32, got torch.int64"),
         (lambda: steps(u.half(), operator, y), TypeError, "u must be float64 or float32, got torch.float16"),
+        (lambda: steps(u, operator, y, -0.1), ValueError, "step must be finite and at least 0, got -0.1"),
         (
             lambda: steps(u, operator[..., :3], y),
             ValueError,
@@ -243,7 +245,11 @@ def test_errors():
             r"y must have one entry per measurement, \[6\], got \(5,\)",
         ),
         (lambda: steps(u, operator, y.double()), TypeError, "y must have operator's dtype"),
-        (lambda: steps(u, operator, y, float("nan")), ValueError, "step must be finite, got nan"),
+        (
+            lambda: steps(u, operator, y, float("nan")),
+            ValueError,
+            "step must be finite and at least 0, got nan",
+        ),
         (lambda: steps(u, operator, y, "1"), TypeError, "step must be a number"),
         (lambda: steps(u, operator, y, count=-1), ValueError, "steps must be at least 0, got -1"),
         (lambda: steps(u[:, :1].expand(3, 5, 4), operator, y), RuntimeError, "u must not be expanded"),
@@ -348,6 +354,19 @@ def test_descend_calls_back():
     assert_same_bits(same, u, "no steps")
 
 
+def test_descend_from_a_parameter():
+    u, operator, y = problem(*SIZES[3])
+    wanted, wanted_losses = Sensing(operator).descend(u, y, 0.05, 3)
+    start = torch.nn.Parameter(u.clone())
+    operator, y = operator.clone().requires_grad_(), y.clone().requires_grad_()
+    found, losses = Sensing(operator).descend(start, y, 0.05, 3)
+    assert not found.requires_grad and not losses.requires_grad
+    assert_same_bits(found, wanted, "the end")
+    assert_same_bits(losses, wanted_losses, "the losses")
+    assert_same_bits(start.detach(), u, "the start")
+    assert start._version == 0
+
+
 def test_descent_recovers_a_tensor_of_low_rank():
     n, r, tubes = 5, 1, 4
     x = torch.randn(n, r, tubes, dtype=F64) / tubes
@@ -379,7 +398,11 @@ def test_operator_errors():
             ValueError,
             "every must be at least 1, got 0",
         ),
-        (lambda: a.descend(u.float(), y, 0.1, 3), TypeError, "operator must have u's dtype"),
+        (lambda: a.descend(u.float(), y, 0.1, 3), TypeError, "u must have operator's dtype torch.float64"),
+        (lambda: a.descend(u, y.float(), 0.1, 3), TypeError, "y must have operator's dtype torch.float64"),
+        (lambda: a.descend(u.long(), y, 0.1, 3), TypeError, "u must be float64 or float32, got torch.int64"),
+        (lambda: a.descend(u, y, -0.1, 0, callback=print), ValueError, "step must be finite and at least 0"),
+        (lambda: a.descend(u, y, math.inf, 3), ValueError, "step must be finite and at least 0, got inf"),
     ]
     for call, kind, message in wrong:
         with pytest.raises(kind, match=message):

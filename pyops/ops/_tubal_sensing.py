@@ -23,7 +23,7 @@ def tubal_sensing_steps_(u: Tensor, operator: Tensor, y: Tensor, step: float, st
         u: [n, rank, tubes], float64 or float32, any strides; written.
         operator: the A_i, [m, n, n, tubes], of u's dtype; contiguous is the fast path.
         y: [m], of u's dtype.
-        step: the step size, finite.
+        step: the step size, finite and at least 0.
         steps: how many, at least 0.
 
     Returns:
@@ -40,8 +40,7 @@ def tubal_sensing_steps_(u: Tensor, operator: Tensor, y: Tensor, step: float, st
     check_factor(u)
     check_operator(operator, u)
     check_measured("y", y, operator)
-    if not abs(checks.number("step", step)) < float("inf"):
-        raise ValueError(f"step must be finite, got {step}")
+    checks.nonnegative("step", step)
     checks.count("steps", steps)
     if torch.is_grad_enabled() and any(t.requires_grad for t in (u, operator, y)):
         raise RuntimeError("tubal_sensing_steps_ writes u in place: call it under torch.no_grad()")
@@ -52,9 +51,9 @@ def tubal_sensing_steps_(u: Tensor, operator: Tensor, y: Tensor, step: float, st
 
 
 def check_dense(name: str, x: Any) -> None:
-    checks.matrix(name, x, 0)
-    if x.dtype not in DTYPES:
+    if isinstance(x, Tensor) and x.dtype not in DTYPES:
         raise TypeError(f"{name} must be float64 or float32, got {x.dtype}")
+    checks.matrix(name, x, 0)
 
 
 def check_factor(u: Any) -> None:
@@ -69,7 +68,7 @@ def check_operator(operator: Any, u: Tensor) -> None:
     if operator.ndim != 4 or operator.shape[1:] != (n, n, tubes):
         wanted = f"[m, {n}, {n}, {tubes}] for u of shape {tuple(u.shape)}"
         raise ValueError(f"operator must be {wanted}, got {tuple(operator.shape)}")
-    _same_kind("operator", operator, "u", u)
+    check_same_kind("operator", operator, "u", u)
 
 
 def check_measured(name: str, y: Any, operator: Tensor) -> None:
@@ -77,10 +76,10 @@ def check_measured(name: str, y: Any, operator: Tensor) -> None:
     if tuple(y.shape) != (operator.shape[0],):
         wanted = f"one entry per measurement, [{operator.shape[0]}]"
         raise ValueError(f"{name} must have {wanted}, got {tuple(y.shape)}")
-    _same_kind(name, y, "operator", operator)
+    check_same_kind(name, y, "operator", operator)
 
 
-def _same_kind(name: str, x: Tensor, other: str, y: Tensor) -> None:
+def check_same_kind(name: str, x: Tensor, other: str, y: Tensor) -> None:
     if x.dtype != y.dtype:
         raise TypeError(f"{name} must have {other}'s dtype {y.dtype}, got {x.dtype}")
     if x.device != y.device:

@@ -9,7 +9,12 @@ import torch
 from torch import Tensor
 
 from pyops.ops import _checks as checks
-from pyops.ops._tubal_sensing import check_dense, check_measured, check_operator, tubal_sensing_steps_
+from pyops.ops._tubal_sensing import (
+    check_dense,
+    check_measured,
+    check_same_kind,
+    tubal_sensing_steps_,
+)
 from pyops.ops.tubal import tgram, tprod
 from pyops.reference.tubal import matmul, ttranspose
 
@@ -93,12 +98,12 @@ class Sensing:
         callback: Callable[[int, Tensor], None] | None = None,
         every: int = 1,
     ) -> tuple[Tensor, Tensor]:
-        """Gradient descent from u, with one read of the operator per step.
+        """Gradient descent from u, with one read of the operator per step; nothing of it is differentiable.
 
         Args:
             u: [n, rank, tubes], the start; not written to.
             y: [m].
-            step, steps: the step size, and how many.
+            step, steps: the step size, finite and at least 0, and how many.
             callback: called as callback(t, U_t) for t = 0, every, 2 every, ... and steps; it must not change
                 U_t, nor keep it without a copy.
             every: at least 1. Intervals of 32 steps and more also read the operator in half the bytes.
@@ -110,15 +115,17 @@ class Sensing:
         if checks.count("every", every) == 0:
             raise ValueError("every must be at least 1, got 0")
         remaining = checks.count("steps", steps)
-        u = u.clone(memory_format=torch.contiguous_format)
+        step = checks.nonnegative("step", step)
+        u = u.detach().clone(memory_format=torch.contiguous_format)
+        operator, y = self.operator.detach(), y.detach()
         if callback is None:
-            return u, tubal_sensing_steps_(u, self.operator, y, step, steps)
+            return u, tubal_sensing_steps_(u, operator, y, step, steps)
         losses = []
         callback(0, u)
         while remaining > 0:
             taken = min(every, remaining)
             remaining -= taken
-            losses.append(tubal_sensing_steps_(u, self.operator, y, step, taken))
+            losses.append(tubal_sensing_steps_(u, operator, y, step, taken))
             callback(steps - remaining, u)
         return u, torch.cat(losses) if losses else u.new_empty(0)
 
@@ -127,5 +134,5 @@ class Sensing:
         n, tubes = self.operator.shape[1], self.operator.shape[3]
         if u.ndim != 3 or (u.shape[0], u.shape[2]) != (n, tubes):
             raise ValueError(f"u must be [{n}, rank, {tubes}] for this operator, got {tuple(u.shape)}")
-        check_operator(self.operator, u)
+        check_same_kind("u", u, "operator", self.operator)
         check_measured("y", y, self.operator)
