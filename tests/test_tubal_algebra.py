@@ -310,6 +310,31 @@ def test_products_in_the_transform_domain(n3):
     assert_close(power.to_tensor(), exact, 1e-13)
 
 
+@pytest.mark.parametrize("transform", ["dft", "dct"])
+@LAYOUTS
+def test_faces_are_whole_matrices_in_memory(layout, transform):
+    a = draw(6, 6, 6)
+    h = tube_fft(a, layout=layout, transform=transform)
+    for faces in (h, h @ h, h @ h.H, tubal.tpinv(h), tubal.tsvd(h).V):
+        assert faces.faces.is_contiguous()
+
+
+def test_what_describes_tensors_must_agree_with_faces():
+    a, matrix = draw(3, 3, 4), draw(4, 4)
+    for transform in ("dft", "dct", matrix):
+        h = tube_fft(a, transform=transform)
+        for function in (tubal.tinv, tubal.tpinv, tubal.ttranspose):
+            assert torch.equal(function(h, transform=transform).faces, function(h).faces)
+            with pytest.raises(ValueError, match="transform must be left out or that of a"):
+                function(h, transform="dct" if transform == "dft" else "dft")
+        with pytest.raises(ValueError, match="transform must be left out"):
+            tubal.tubal_rank(h, transform=2 * matrix)
+    assert tubal.tubal_rank(tube_fft(draw(3, 3, 2, 2), order=4), order=4) == 3
+    imaginary = torch.complex(matrix, draw(4, 4))
+    with pytest.raises(ValueError, match="transform must be left out"):
+        tubal.tubal_rank(tube_fft(a, transform=matrix), transform=imaginary)
+
+
 def test_faces_of_other_transforms():
     a, b, matrix = draw(3, 2, 5), draw(2, 4, 5), draw(5, 5)
     for transform in ("dct", matrix):
@@ -422,9 +447,22 @@ ERRORS = [
     (lambda: tubal.tinv(a.long()), TypeError, "a must be float64, .* got torch.int64"),
     (lambda: tubal.tinv(a[..., :0]), ValueError, "a must have tubes of at least one entry"),
     (lambda: tubal.tinv([a]), TypeError, "a must be a torch.Tensor, got list"),
-    (lambda: tubal.tsolve(a, a), ValueError, "b must have 3 rows for a of shape"),
-    (lambda: tubal.tsolve(a[:, :2], a[..., :3]), ValueError, "b must have tubes of a's length 4, got 3"),
-    (lambda: tubal.tsolve(a, a.mT), ValueError, "b must have tubes"),
+    (lambda: tubal.tsolve(a, a), ValueError, r"a must be square, .*; tprod\(tpinv\(a\), b\) solves least"),
+    (lambda: tubal.tsolve(h, h), ValueError, "a must be square, got n1 = 2 and n2 = 3; tprod"),
+    (lambda: tubal.tsolve(a[0], a), ValueError, "a must have at least 3 dimensions"),
+    (lambda: tubal.tsolve(a[:, :2], a.mT), ValueError, "b must have tubes of a's length 4, got 3"),
+    (lambda: tubal.tsolve(a[:, :2], a[:1]), ValueError, "b must have 2 rows"),
+    (
+        lambda: tubal.tinv(h, transform="dct"),
+        ValueError,
+        "transform must be left out or that of a, 'dft', got",
+    ),
+    (lambda: tubal.tnn(h, transform="foo"), ValueError, "transform must be one of"),
+    (lambda: tubal.tinv(h, layout="foo"), ValueError, "layout must be one of"),
+    (lambda: tubal.tinv(h, layout="first"), ValueError, "layout must be left out where a is HalfFaces"),
+    (lambda: tubal.tinv(h, order=4), ValueError, "order must be left out or that of a, 3, got 4"),
+    (lambda: tubal.tnorm(h, transform="dct"), ValueError, "transform must be left out"),
+    (lambda: tubal.ttranspose(h, order=4), ValueError, "order must be left out"),
     (lambda: tubal.tpinv(a, rcond=-1.0), ValueError, "rcond must be finite and at least 0, got -1"),
     (lambda: tubal.tpinv(a, rcond="1"), TypeError, "rcond must be a number, got '1'"),
     (lambda: tubal.tpinv(a, per_face=1), TypeError, "per_face must be a bool, got 1"),

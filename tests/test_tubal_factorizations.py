@@ -365,3 +365,22 @@ def test_half_faces_in_half_faces_out():
     u, s, v = tubal.tsvd(h)
     assert_close((u @ s @ v.H).to_tensor(), h.to_tensor(), 1e-13)
     assert math.isclose(s.norm(), h.norm(), rel_tol=1e-12)
+    assert_close(tubal.tsvd(h).reconstruct().to_tensor(), h.to_tensor(), 1e-13)
+    with pytest.raises(ValueError, match="transform must be left out or that of a, 'dft', got 'dct'"):
+        tubal.tsvd(h, 2, transform="dct")
+    with pytest.raises(ValueError, match="transform must be left out or that of U"):
+        tubal.tsvd(h, 2).reconstruct(transform="dct")
+    for function in (tubal.tsvd, tubal.tqr, tubal.teigh):
+        with pytest.raises(ValueError, match="order must be left out or that of a, 3, got 4"):
+            function(h, order=4)
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"transform": "dct"}, {"layout": "first", "transform": "dct"}, {"order": 4}]
+)
+def test_svd_leads_back(options):
+    a = draw(4, 3, 5, 2)
+    assert_close(tubal.tsvd(a, **options).reconstruct(**options), a, 1e-13)
+    assert_close(tubal.tsvd(a, full_matrices=True, **options).reconstruct(**options), a, 1e-13)
+    low = tubal.tsvd(a, 1, **options).reconstruct(**options)
+    assert tubal.tubal_rank(low, **options).eq(1).all()

@@ -2,7 +2,8 @@
 
 Everything works face by face in the transform domain, on half of the faces of real tensors, with real
 matrices for real faces: real tensors give exactly real results. Arguments may be tensors or
-:class:`HalfFaces`; results are of the same kind. bfloat16 and float16 tensors are computed in float32.
+:class:`HalfFaces`; results are of the same kind. ``transform``, ``layout`` and ``order`` describe tensors;
+HalfFaces have their own, and others are refused. bfloat16 and float16 tensors are computed in float32.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from pyops.reference import tubal as reference
 from pyops.tubal.faces import (
     HalfFaces,
     _pick,
+    check_own,
     enter,
     map_faces,
     matrices,
@@ -29,11 +31,11 @@ from pyops.tubal.faces import (
 )
 
 T = TypeVar("T", Tensor, HalfFaces)
-Which = str | Tensor | Sequence[Tensor]  # a transform
+Which = str | Tensor | Sequence[Tensor] | None  # a transform; None: the DFT, or what HalfFaces have
 CONVENTIONS = ("mean", "sum")
 
 
-def ttranspose(a: T, *, transform: Which = "dft", layout: str = "last", order: int = 3) -> T:
+def ttranspose(a: T, *, transform: Which = None, layout: str = "last", order: int = 3) -> T:
     """The T-transpose: the conjugate transpose of each face.
 
     For the DFT that is every slice transposed (and conjugated) and slices 1 ... n3 - 1 in reverse order, with
@@ -54,9 +56,12 @@ def ttranspose(a: T, *, transform: Which = "dft", layout: str = "last", order: i
     tensor([[[1., 3., 2.]]])
     """
     if isinstance(a, HalfFaces):
+        check_own("a", a, transform, layout, order)
         return a.H
     ops.check_tubal("a", a, layout, order)
-    t = ops.resolve(transform, ops.tube_sizes(a, layout, order), a.dtype, a.device)
+    t = ops.resolve(
+        ops.DFT if transform is None else transform, ops.tube_sizes(a, layout, order), a.dtype, a.device
+    )
     if t.forward is None:
         return reference.ttranspose(a, layout == "first", order - 2)
     if not any(m.is_complex() for m in t.forward):
@@ -69,7 +74,7 @@ def teye(
     n: int,
     n3: int | Sequence[int],
     *,
-    transform: Which = "dft",
+    transform: str | Tensor | Sequence[Tensor] = "dft",
     layout: str = "last",
     dtype: torch.dtype | None = None,
     device: torch.device | str | None = None,
@@ -133,7 +138,7 @@ def _square(name: str, a: HalfFaces) -> None:
         raise ValueError(f"{name} must be square, got n1 = {rows} and n2 = {columns}")
 
 
-def tinv(a: T, *, transform: Which = "dft", layout: str = "last", order: int = 3) -> T:
+def tinv(a: T, *, transform: Which = None, layout: str = "last", order: int = 3) -> T:
     """The inverse in the t-product: A^-1 * A = A * A^-1 = I.
 
     Args:
@@ -161,8 +166,8 @@ def tinv(a: T, *, transform: Which = "dft", layout: str = "last", order: int = 3
     return leave(matrices(h, inverse))
 
 
-def tsolve(a: T, b: T, *, transform: Which = "dft", layout: str = "last", order: int = 3) -> T:
-    """X with A * X = B.
+def tsolve(a: T, b: T, *, transform: Which = None, layout: str = "last", order: int = 3) -> T:
+    """X with A * X = B for square A; for others ``tprod(tpinv(a), b)`` is the X of least squares.
 
     Args:
         a, b: [..., n, n, n3] and [..., n, m, n3], or both :class:`HalfFaces`; leading dimensions broadcast;
@@ -173,7 +178,7 @@ def tsolve(a: T, b: T, *, transform: Which = "dft", layout: str = "last", order:
 
     Raises:
         torch.linalg.LinAlgError: when a face is singular, naming it.
-        TypeError, ValueError: naming the argument.
+        TypeError, ValueError: naming the argument; for an a that is not square before anything else.
 
     Kilmer, Martin 2011.
 
@@ -182,11 +187,19 @@ def tsolve(a: T, b: T, *, transform: Which = "dft", layout: str = "last", order:
     >>> torch.allclose(tsolve(a, tprod(a, x)), x)
     True
     """
+    if isinstance(a, HalfFaces):
+        rows, columns = a.faces.shape[-2:]
+    else:
+        ops.check_tubal("a", a, layout, order)
+        rows, columns = ops.matrix_sizes(a, layout, order)
+    if rows != columns:
+        raise ValueError(
+            f"a must be square, got n1 = {rows} and n2 = {columns}; tprod(tpinv(a), b) solves least squares"
+        )
     if not isinstance(a, HalfFaces) and not isinstance(b, HalfFaces):
         ops.check_product(a, b, False, False, layout, order)
     h, leave = enter("a", a, transform, layout, order)
     k, leave_b = enter("b", b, transform, layout, order)
-    _square("a", h)
     if h.faces.shape[-1] != k.faces.shape[-2]:
         raise ValueError(f"b must have {h.faces.shape[-1]} rows, got {k.faces.shape[-2]}")
     x, y, dtype = h._with(k)
@@ -203,7 +216,7 @@ def tpinv(
     *,
     rcond: float | None = None,
     per_face: bool = False,
-    transform: Which = "dft",
+    transform: Which = None,
     layout: str = "last",
     order: int = 3,
 ) -> T:
@@ -288,7 +301,7 @@ def multi_rank(
     a: Tensor | HalfFaces,
     *,
     rtol: float | None = None,
-    transform: Which = "dft",
+    transform: Which = None,
     layout: str = "last",
     order: int = 3,
 ) -> Tensor:
@@ -324,7 +337,7 @@ def tubal_rank(
     a: Tensor | HalfFaces,
     *,
     rtol: float | None = None,
-    transform: Which = "dft",
+    transform: Which = None,
     layout: str = "last",
     order: int = 3,
 ) -> Tensor:
@@ -355,7 +368,7 @@ def average_rank(
     a: Tensor | HalfFaces,
     *,
     rtol: float | None = None,
-    transform: Which = "dft",
+    transform: Which = None,
     layout: str = "last",
     order: int = 3,
 ) -> Tensor:
@@ -382,7 +395,7 @@ def tnorm(
     a: Tensor | HalfFaces,
     ord: str = "fro",
     *,
-    transform: Which = "dft",
+    transform: Which = None,
     layout: str = "last",
     order: int = 3,
 ) -> Tensor:
@@ -405,6 +418,7 @@ def tnorm(
     checks.one_of("ord", ord, ("fro", "spectral"))
     if ord == "fro":
         if isinstance(a, HalfFaces):
+            check_own("a", a, transform, layout, order)
             return a.norm().to(real_dtype(a.dtype))
         ops.check_tubal("a", a, layout, order)
         return torch.linalg.vector_norm(a, dim=tuple(range(-order, 0)))
@@ -416,7 +430,7 @@ def tnn(
     a: Tensor | HalfFaces,
     *,
     convention: str = "mean",
-    transform: Which = "dft",
+    transform: Which = None,
     layout: str = "last",
     order: int = 3,
 ) -> Tensor:

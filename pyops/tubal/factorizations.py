@@ -1,7 +1,8 @@
 """Factorizations of tubal tensors: those of the faces, led back to tensors.
 
 Real tensors need half of the faces, and their real faces go through real LAPACK routines, so that the factors
-are exactly real. Arguments may be tensors or :class:`HalfFaces`; results are of the same kind. bfloat16 and
+are exactly real. Arguments may be tensors or :class:`HalfFaces`; results are of the same kind. ``transform``,
+``layout`` and ``order`` describe tensors; HalfFaces have their own, and others are refused. bfloat16 and
 float16 tensors are computed in float32, and factors rounded at the end.
 """
 
@@ -13,8 +14,9 @@ import torch
 from torch import Tensor
 
 from pyops.ops import _checks as checks
+from pyops.ops.tubal import tprod
 from pyops.tubal.algebra import T, Which, _square, threshold
-from pyops.tubal.faces import HalfFaces, enter, map_faces, matrices, real_dtype
+from pyops.tubal.faces import HalfFaces, check_own, enter, map_faces, matrices, real_dtype
 
 
 class TQR(NamedTuple):
@@ -31,6 +33,20 @@ class TSVD(NamedTuple):
     S: Any
     V: Any
 
+    def reconstruct(self, *, transform: Which = None, layout: str = "last", order: int = 3) -> Any:
+        """U * S * V^T, of the kind of the factors; ``transform``, ``layout`` and ``order`` as given to tsvd.
+
+        >>> a = torch.randn(4, 3, 5, dtype=torch.float64)
+        >>> torch.allclose(tsvd(a, transform="dct").reconstruct(transform="dct"), a)
+        True
+        """
+        if isinstance(self.U, HalfFaces):
+            check_own("U", self.U, transform, layout, order)
+            return self.U.matmul(self.S).matmul(self.V.H)
+        options: dict[str, Any] = {"layout": layout, "order": order}
+        options["transform"] = "dft" if transform is None else transform
+        return tprod(tprod(self.U, self.S, **options), self.V, transpose_b=True, **options)
+
 
 class TEigh(NamedTuple):
     """A = V * D * V^T."""
@@ -43,7 +59,7 @@ def tqr(
     a: Tensor | HalfFaces,
     *,
     mode: str = "reduced",
-    transform: Which = "dft",
+    transform: Which = None,
     layout: str = "last",
     order: int = 3,
 ) -> TQR:
@@ -83,7 +99,7 @@ def tsvd(
     oversampling: int = 10,
     power_iterations: int = 2,
     generator: torch.Generator | None = None,
-    transform: Which = "dft",
+    transform: Which = None,
     layout: str = "last",
     order: int = 3,
 ) -> TSVD:
@@ -102,7 +118,8 @@ def tsvd(
         generator: of the random numbers; default torch's own.
 
     Returns:
-        ``(U, S, V)``: [..., n1, k, n3], [..., k, k, n3] and [..., n2, k, n3]. The singular values of each
+        ``(U, S, V)``: [..., n1, k, n3], [..., k, k, n3] and [..., n2, k, n3]; ``.reconstruct()`` is their
+        product. The singular values of each
         face are in descending order; the singular tubes are the diagonal of S.
 
         Differentiable as ``torch.linalg.svd`` is: S always (a subgradient at zero), functions of U and V
@@ -121,8 +138,8 @@ def tsvd(
     >>> u, s, v = tsvd(a)
     >>> torch.allclose(tprod(tprod(u, s), v, transpose_b=True), a)
     True
-    >>> tsvd(a, 1).U.shape
-    torch.Size([4, 1, 5])
+    >>> tsvd(a, 1).reconstruct().shape  # the best approximation of tubal rank 1
+    torch.Size([4, 3, 5])
     """
     checks.one_of("method", method, ("exact", "randomized"))
     checks.boolean("full_matrices", full_matrices)
@@ -168,7 +185,7 @@ def _randomized(m: Tensor, omega: Tensor, k: int, steps: int) -> tuple[Tensor, T
     return q @ u, s, v
 
 
-def teigh(a: Tensor | HalfFaces, *, transform: Which = "dft", layout: str = "last", order: int = 3) -> TEigh:
+def teigh(a: Tensor | HalfFaces, *, transform: Which = None, layout: str = "last", order: int = 3) -> TEigh:
     """A = V * D * V^T for T-symmetric A (A^T = A): V^T * V = I, and D f-diagonal.
 
     Args:
@@ -201,7 +218,7 @@ def tsvt(
     tau: float,
     *,
     convention: str = "mean",
-    transform: Which = "dft",
+    transform: Which = None,
     layout: str = "last",
     order: int = 3,
 ) -> T:
