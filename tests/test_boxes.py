@@ -10,6 +10,8 @@ from suite import Case, Spec, assert_close, op_suite
 
 from pyops import boxes
 from pyops.boxes import box_topk, pairwise_containment, pairwise_log_volume, sampled_scores
+from pyops.compat.box_embeddings import BoxTensor
+from pyops.nn import BoxEmbedding
 
 F64, F32 = torch.float64, torch.float32
 # (tau, nu): equal, different both ways, soft, hard sides of smooth corners, hard, small.
@@ -182,6 +184,8 @@ def pair_errors(call, *more):
         wrong(ValueError, r"without\[0\] must have leading dimensions that broadcast .*, got", without=[b]),
         wrong(ValueError, r"without\[0\] must have the 3 dimensions of queries, got 2", without=[narrow]),
         wrong(TypeError, "without must be a Box, a pair", without=0),
+        wrong(TypeError, "queries must be .*, got BoxEmbedding; its Box is .boxes", BoxEmbedding(2, 3)),
+        wrong(TypeError, "items must be .*, got BoxTensor; its Box is .box", items=BoxTensor((a.z, a.Z))),
         wrong(ValueError, "without must have at most 8 boxes, got 9", without=[a] * 9),
         wrong(ValueError, "intersection_temperature must be finite and at least 0, got -0.1", options={
             **SOFT, "intersection_temperature": -0.1}),
@@ -340,6 +344,10 @@ SAMPLED_ERRORS = [
     sampled_error(ValueError, "item_index must be on the device of the boxes", i=i2.to("meta")),
     sampled_error(ValueError, "score must be one of 'containment', 'volume', got None", score=None),
     sampled_error(TypeError, "sparse must be a bool, got 'yes'", sparse="yes"),
+    sampled_error(ValueError, "sparse=True needs corners .*; queries.Z is a result of MulBackward0",
+                  (a.z, (1 * a.Z.clone().requires_grad_())), sparse=True),
+    sampled_error(ValueError, "sparse=True needs corners .*; items.z is a result of SliceBackward0",
+                  items=(b.z.clone().requires_grad_()[:], b.Z), sparse=True),
     sampled_error(ValueError, "volume must be one of .* here, got 'bessel'", volume="bessel"),
     sampled_error(TypeError, "intersection_temperature must be a number, got a tensor",
                   options=temperatures(torch.ones(3), 0.1)),
@@ -392,12 +400,47 @@ def test_sparse_tables_train():
     assert torch.equal(z[10:], before[10:]) and not torch.equal(z[:10], before[:10])
 
 
+@pytest.mark.parametrize("pieces", [
+    lambda t: t.split(2, -1), lambda t: t.split([2, 2], -1), lambda t: t.chunk(2, -1),
+    lambda t: t.view(-1, 2, 2).unbind(1), lambda t: t.view(2, -1, 2).unbind(0), lambda t: (t, t),
+])  # fmt: skip
+def test_sparse_gradients_of_pieces(pieces):
+    """What the check lets through works, and what torch cannot do is refused before any work."""
+    table = torch.rand(6, 4, requires_grad=True)
+    other = boxes.Box.uniform(4, pieces(table)[0].shape[1])
+    q, i = torch.tensor([0, 2]), torch.tensor([[0], [3]])
+    try:
+        scores = sampled_scores(pieces(table), other, q, i, sparse=True, **SOFT)
+    except ValueError as error:
+        assert "sparse=True needs corners" in str(error)
+        assert pieces(table)[0].grad_fn.next_functions[0][0].name().startswith("View")
+        return
+    scores.sum().backward()
+    found, table.grad = table.grad, None
+    sampled_scores(pieces(table), other, q, i, **SOFT).sum().backward()
+    assert found.is_sparse
+    assert_close(found.to_dense(), table.grad, 1e-6)
+
+
+def test_sparse_says_nothing_where_no_gradient_is_recorded():
+    table = torch.rand(4, 3, requires_grad=True)
+    with torch.no_grad():
+        sampled_scores((2 * table, 3 * table), b, q1, i2, sparse=True, **SOFT)
+    sampled_scores((table.detach() * 2, table.detach() * 3), b, q1, i2, sparse=True, **SOFT)
+
+
 def test_sparse_has_no_second_derivative():
     inputs = [t.requires_grad_() for t in apart(pair_shapes(2, 4, 3), F64)]
     logs = sampled_scores(inputs[:2], inputs[2:], q1, i2, sparse=True, **SOFT)
     (first,) = torch.autograd.grad(logs.sum(), inputs[:1], create_graph=True)
     with pytest.raises(RuntimeError, match="second derivative"):
         first.to_dense().sum().backward()
+
+
+def test_without_none():
+    for call in (pairwise_log_volume, pairwise_containment):
+        assert torch.equal(call(a, b, without=None, **SOFT), call(a, b, **SOFT))
+    assert torch.equal(box_topk(a, b, 2, without=None, **SOFT).values, box_topk(a, b, 2, **SOFT).values)
 
 
 def test_int32_rows():

@@ -128,6 +128,7 @@ def test_rows_that_occur_for_sampled_scores():
     grads = []
     for log_p in (
         sampled_scores(users(u), items(i), at_u, at_i, **SOFT),
+        sampled_scores(users, items, user, item, **SOFT),
         containment(users(user.unsqueeze(1)), items(item), **SOFT),
     ):
         log_p.sum().backward()
@@ -135,8 +136,53 @@ def test_rows_that_occur_for_sampled_scores():
         grads[-1].append(log_p.detach())
         users.zero_grad()
         items.zero_grad()
-    for found, wanted in zip(*grads, strict=True):
+    for found, whole, wanted in zip(*grads, strict=True):
         assert_close(found, wanted, 1e-5)
+        assert torch.equal(found, whole)
+
+
+@pytest.mark.parametrize("score", ["containment", "volume"])
+@every_kind
+def test_sampled_scores_of_tables(kind, score):
+    """Rows of a module and of its boxes give the same, whatever the shape of the indices."""
+    users, items = BoxEmbedding(20, 4, kind, sparse=True), BoxEmbedding(60, 4, kind)
+    few, many = torch.tensor([3, 7, 3]), torch.tensor([[1, 2], [2, 19], [1, 1]], dtype=torch.int32)
+    for q, i in ((few, many), (many, few), (many, many), (few, few)):
+        wanted = sampled_scores(users.boxes, items.boxes, q, i, score=score, **SOFT)
+        assert_close(sampled_scores(users, items, q, i, score=score, **SOFT), wanted, 1e-6)
+        found = sampled_scores(users, items.boxes, q, i, score=score, **SOFT)
+        assert_close(found, wanted, 1e-6)
+    found.sum().backward()
+    assert users.weight.grad.is_sparse and not items.weight.grad.is_sparse
+    assert users.weight.grad.coalesce().indices().flatten().tolist() == [3, 7]
+
+
+def test_sampled_scores_of_tables_refuses():
+    users, items = BoxEmbedding(20, 4, sparse=True), BoxEmbedding(60, 4)
+    one, many = torch.tensor([3]), torch.tensor([[59, 2]])
+
+    def call(queries=users, items=items, q=one, i=many, **changes):
+        return sampled_scores(queries, items, q, i, **SOFT, **changes)
+
+    with pytest.raises(ValueError, match=r"query_index must be in 0 ... 19, got 20"):
+        call(q=one + 17)
+    with pytest.raises(ValueError, match=r"item_index must be in 0 ... 59, got 60"):
+        call(i=many + 1)
+    with pytest.raises(TypeError, match=r"item_index must be a torch.Tensor"):
+        call(i=[1])
+    with pytest.raises(ValueError, match="sparse must be False where items is a module"):
+        call(Box.uniform(20, 4), sparse=True)
+    with pytest.raises(ValueError, match=r"queries.Z is a result of AddBackward0.* give the module itself"):
+        call(users.boxes, Box.uniform(60, 4), sparse=True)
+    with pytest.raises(TypeError, match=r"a must be a Box or a pair .* got BoxEmbedding; its Box is .boxes"):
+        containment(items, items.boxes, **SOFT)
+
+
+def test_raw_tables_take_sparse_gradients_of_all_boxes():
+    items = BoxEmbedding(60, 4, "raw")
+    sampled_scores(Box.uniform(5, 4), items.boxes, torch.tensor([3]), torch.tensor([[59, 2]]), sparse=True,
+                   **SOFT).sum().backward()  # fmt: skip
+    assert items.weight.grad.coalesce().indices().flatten().tolist() == [2, 59]
 
 
 @every_kind

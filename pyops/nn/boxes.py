@@ -75,14 +75,13 @@ class BoxEmbedding(nn.Module):
     Raises:
         TypeError, ValueError: naming the argument, what was received and what is wanted.
 
-    Training with few rows of large tables gives :func:`pyops.boxes.sampled_scores` the rows that occur:
+    Training with few rows of large tables: :func:`pyops.boxes.sampled_scores` looks up those that occur:
 
     >>> from pyops.boxes import sampled_scores
     >>> users, items = BoxEmbedding(100, 8, sparse=True), BoxEmbedding(5000, 8, sparse=True)
     >>> user, item = torch.tensor([3, 7]), torch.tensor([[1, 2, 3], [2, 4, 1]])
-    >>> (u, at_u), (i, at_i) = (t.unique(return_inverse=True) for t in (user, item))
     >>> soft = {"intersection_temperature": 0.1, "volume_temperature": 0.1}
-    >>> log_p = sampled_scores(users(u), items(i), at_u, at_i, **soft)  # [2, 3]
+    >>> log_p = sampled_scores(users, items, user, item, **soft)  # [2, 3]
     >>> log_p.sum().backward()
     >>> items.weight.grad.coalesce().indices()
     tensor([[1, 2, 3, 4]])

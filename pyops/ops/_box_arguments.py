@@ -16,6 +16,7 @@ from pyops.reference import boxes as reference
 VOLUMES = ("auto", "gumbel", "soft", "hard", "bessel")
 MOST_NEGATIONS = 8  # k of them are 2^k terms
 Pair = tuple[Tensor, Tensor]
+SPLITS = ("SplitBackward", "SplitWithSizesBackward", "UnbindBackward")  # take sparse gradients
 in_functorch = torch._C._functorch.peek_interpreter_stack
 
 
@@ -31,7 +32,7 @@ class Volume(NamedTuple):
 def corners(name: str, box: Any) -> Pair:
     """(z, Z) of a box, of one shape, dtype and device."""
     if not _is_pair(box):
-        raise TypeError(f"{name} must be a Box or a pair (z, Z) of tensors, got {_kind(box)}")
+        raise TypeError(f"{name} must be a Box or a pair (z, Z) of tensors, got {_kind(box)}{_instead(box)}")
     z, Z = box
     checks.matrix(f"{name}.z", z, 1)
     checks.matrix(f"{name}.Z", Z, 1)
@@ -50,7 +51,8 @@ def several(name: str, boxes: Any) -> list[Pair]:
     if _is_pair(boxes):
         return [corners(name, boxes)]
     if not isinstance(boxes, list | tuple):
-        raise TypeError(f"{name} must be a Box, a pair (z, Z) or a sequence of them, got {_kind(boxes)}")
+        wanted = f"{name} must be a Box, a pair (z, Z) or a sequence of them"
+        raise TypeError(f"{wanted}, got {_kind(boxes)}{_instead(boxes)}")
     if not boxes:
         raise ValueError(f"{name} must have at least one box, got an empty {type(boxes).__name__}")
     found = [corners(f"{name}[{i}]", box) for i, box in enumerate(boxes)]
@@ -111,6 +113,12 @@ def _kind(value: Any) -> str:
     return checks.shown(value) if isinstance(value, Tensor) else type(value).__name__
 
 
+def _instead(value: Any) -> str:
+    """What of a table or of box-embeddings' tensors is a Box."""
+    found = [name for name in ("boxes", "box") if hasattr(type(value), name)]
+    return f"; its Box is .{found[0]}" if found else ""
+
+
 def check_alike(name: str, box: Pair, other: str, first: Pair) -> None:
     if box[0].shape[-1] != first[0].shape[-1]:
         raise ValueError(
@@ -143,6 +151,34 @@ def check_index(name: str, index: Any, table: Tensor) -> Tensor:
         if low < 0 or high >= len(table):
             raise ValueError(f"{name} must be in 0 ... {len(table) - 1}, got {low if low < 0 else high}")
     return index.long()
+
+
+def looked_up(name: str, table: Any, index_name: str, index: Any, sparse: bool) -> tuple[Any, Any]:
+    """Of a module, the boxes of the rows that occur, each once, and where each index lies among them."""
+    weight = getattr(table, "weight", None)
+    if not isinstance(table, torch.nn.Module) or not isinstance(weight, Tensor):
+        return table, index
+    if sparse:
+        raise ValueError(
+            f"sparse must be False where {name} is a module, got True: BoxEmbedding(..., sparse=True) decides"
+        )
+    rows, at = check_index(index_name, index, weight).unique(return_inverse=True)
+    return table(rows), at
+
+
+def check_sparse(name: str, corner: Tensor) -> None:
+    """Autograd takes sparse gradients of leaves and of pieces of leaves, and of little else."""
+    if torch.compiler.is_compiling() or in_functorch() is not None or not torch.is_grad_enabled():
+        return
+    node = corner.grad_fn
+    while node is not None and node.name().startswith(SPLITS):
+        node = node.next_functions[0][0]
+    if node is not None and not node.name().endswith("AccumulateGrad"):
+        raise ValueError(
+            "sparse=True needs corners that are leaf tables, or pieces of one by split, chunk or unbind; "
+            f"{name} is a result of {node.name()}. In place of a BoxEmbedding's boxes give the module "
+            'itself, made with sparse=True, or make it with parameterization="raw"'
+        )
 
 
 def check_indices(query_index: Tensor, item_index: Tensor) -> None:
@@ -187,7 +223,8 @@ def prepare(
         only_numbers(chosen)
     conjuncts = several("queries", queries)
     item = corners("items", items)
-    excluded = several("without", without) if not isinstance(without, list | tuple) or len(without) else []
+    none = without is None or (isinstance(without, list | tuple) and not without)
+    excluded = [] if none else several("without", without)
     if len(excluded) > MOST_NEGATIONS:
         raise ValueError(f"without must have at most {MOST_NEGATIONS} boxes, got {len(excluded)}")
     everything = [*conjuncts, *excluded]
@@ -234,7 +271,10 @@ def _per_dimension(volume: Volume, boxes: list[Pair]) -> tuple[Volume, list[Pair
     )
     if not isinstance(tau, Tensor):
         return volume._replace(nu=nu), boxes, None
-    boxes = [(z / tau, Z / tau) for z, Z in boxes]
+    # About their middle, so that the quotients keep the digits of the differences.
+    some = boxes[-1][0].detach().to(wide).flatten(0, -2)
+    middle = torch.where(some.isfinite(), some, math.nan).nanmean(0).nan_to_num(0.0)
+    boxes = [((z - middle) / tau, (Z - middle) / tau) for z, Z in boxes]
     nu = nu / tau if isinstance(nu, Tensor) or nu else 0.0
     offset = 2 * reference.GAMMA if volume.kind == "gumbel" else 0.0
     return Volume(volume.kind, 1.0, nu, offset), boxes, tau.log().sum()

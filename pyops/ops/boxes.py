@@ -26,8 +26,10 @@ from pyops.ops._box_arguments import (
     check_index,
     check_indices,
     check_item_log_volume,
+    check_sparse,
     corners,
     in_functorch,
+    looked_up,
     only_numbers,
     prepare,
     resolve_volume,
@@ -54,7 +56,7 @@ def pairwise_log_volume(
     intersection_temperature: float | Tensor,
     volume_temperature: float | Tensor,
     volume: str = "auto",
-    without: Sequence[Pair] = (),
+    without: Sequence[Pair] | None = (),
 ) -> Tensor:
     """Log volumes of the intersections of every query with every item.
 
@@ -80,7 +82,8 @@ def pairwise_log_volume(
             expectation 2 tau K0(2 exp(-w / (2 tau))) per side, whatever nu, in plain torch and slower;
             ``"auto"`` (default): hard if nu = 0, else soft if tau = 0, else gumbel.
         without: at most 8 boxes, broadcast with the queries, of each of which nothing may be in the result
-            (AND NOT): volume(q) - volume(q and a) for one, inclusion-exclusion for more.
+            (AND NOT): volume(q) - volume(q and a) for one, inclusion-exclusion for more, where k of them cost
+            2^k times the work of none.
 
     Returns:
         [*query dimensions, *item dimensions] in float32 (float64 for float64). -inf with
@@ -120,7 +123,7 @@ def pairwise_containment(
     intersection_temperature: float | Tensor,
     volume_temperature: float | Tensor,
     volume: str = "auto",
-    without: Sequence[Pair] = (),
+    without: Sequence[Pair] | None = (),
 ) -> Tensor:
     """log P(query | item) = log volume(query and item) - log volume(item), for every query and item.
 
@@ -155,7 +158,7 @@ def box_topk(
     intersection_temperature: float,
     volume_temperature: float,
     volume: str = "auto",
-    without: Sequence[Pair] = (),
+    without: Sequence[Pair] | None = (),
     score: str = "containment",
     item_log_volume: Tensor | None = None,
     prune: bool = True,
@@ -209,15 +212,13 @@ def box_topk(
     tensors = (z.movedim(0, 1), Z.movedim(0, 1), signs, iz, iZ, item_log_volume)
     detached = (None if t is None else t.detach() for t in tensors)
     values, indices = torch.ops.pyops.box_topk(*detached, *prepared.volume[1:], k, prune)
-    if score == "containment":
-        values = values.clamp(max=0)
     shape = (*prepared.shape[:-1], k)
     return TopK(values.reshape(shape), indices.reshape(shape))
 
 
 def sampled_scores(
-    queries: Pair,
-    items: Pair,
+    queries: Pair | torch.nn.Module,
+    items: Pair | torch.nn.Module,
     query_index: Tensor,
     item_index: Tensor,
     *,
@@ -232,7 +233,9 @@ def sampled_scores(
     Rows are gathered inside; the gradient is that of the rows which occur.
 
     Args:
-        queries: a box of [U, D] corners; items: a box of [N, D] corners.
+        queries: a box of [U, D] corners; items: a box of [N, D] corners. Either may be a
+            :class:`pyops.nn.BoxEmbedding`, of which the rows that occur are looked up, each once; its own
+            ``sparse`` says how its gradient is stored. Not under vmap.
         query_index, item_index: int64 rows, [B] or [B, S]; of an index [B], entry b serves all S pairs of
             row b. So ``[B]`` and ``[B, S]`` give each query S items, ``[B, S]`` and ``[B]`` each item S
             queries, and two of the same shape are paired one by one.
@@ -240,7 +243,9 @@ def sampled_scores(
             and not ``"bessel"``.
         score: ``"containment"``, log P(query | item) at most 0, or ``"volume"``, the log volume of the
             intersection.
-        sparse: gradients of the tables are sparse (COO, not coalesced), as of ``torch.nn.Embedding``.
+        sparse: gradients of the tables are sparse (COO, not coalesced), as of ``torch.nn.Embedding``. Their
+            corners must be leaf tables, or pieces of one by split, chunk or unbind, as ``.boxes`` of a
+            BoxEmbedding with ``parameterization="raw"`` are; for the others give the BoxEmbedding itself.
 
     Returns:
         [B, S], or [B] where both indices are, in float32 (float64 for float64). Second derivatives raise
@@ -255,9 +260,20 @@ def sampled_scores(
     >>> hard = {"intersection_temperature": 0.0, "volume_temperature": 0.0}
     >>> sampled_scores(users, items, torch.tensor([2]), torch.tensor([[0, 1]]), **hard).exp()
     tensor([[0.5000, 1.0000]])
+
+    Training with sparse gradients:
+
+    >>> from pyops.nn import BoxEmbedding
+    >>> users, items = BoxEmbedding(3, 2, sparse=True), BoxEmbedding(900, 2, sparse=True)
+    >>> soft = {"intersection_temperature": 0.1, "volume_temperature": 0.1}
+    >>> sampled_scores(users, items, torch.tensor([2]), torch.tensor([[0, 7]]), **soft).sum().backward()
+    >>> items.weight.grad.coalesce().indices()
+    tensor([[0, 7]])
     """
     checks.one_of("score", score, SCORES)
     checks.boolean("sparse", sparse)
+    queries, query_index = looked_up("queries", queries, "query_index", query_index, sparse)
+    items, item_index = looked_up("items", items, "item_index", item_index, sparse)
     chosen = resolve_volume(intersection_temperature, volume_temperature, volume)
     only_numbers(chosen)
     tables = [corners("queries", queries), corners("items", items)]
@@ -267,6 +283,10 @@ def sampled_scores(
     check_alike("items", tables[1], "queries", tables[0])
     dtype = torch.promote_types(tables[0][0].dtype, tables[1][0].dtype)
     users, things = ((z.to(dtype), Z.to(dtype)) for z, Z in tables)
+    if sparse:
+        for name, table in (("queries", users), ("items", things)):
+            for corner, t in zip("zZ", table, strict=True):
+                check_sparse(f"{name}.{corner}", t)
     query_index = check_index("query_index", query_index, users[0])
     item_index = check_index("item_index", item_index, things[0])
     check_indices(query_index, item_index)
