@@ -127,6 +127,10 @@ def test_uniform_boxes():
     assert box.side.min() < 0.11 and box.side.max() > 0.99 and box.z.min() < -1.9 and box.Z.max() > 2.9
     again = Box.uniform(2000, 3, generator=torch.Generator().manual_seed(1), **settings)
     assert torch.equal(box.z, again.z) and torch.equal(box.Z, again.Z)
+    again = Box.uniform((2000, 3), generator=torch.Generator().manual_seed(1), **settings)
+    assert torch.equal(box.z, again.z) and torch.equal(box.Z, again.Z)
+    assert Box.uniform(torch.Size([2, 3])).shape == Box.unconstrained([2, 3]).shape == (2, 3)
+    assert Box.uniform(()).shape == Box.uniform().shape == ()
 
 
 def test_box_is_a_plain_pair():
@@ -393,6 +397,20 @@ def test_union_and_intersection_add_up(seed, count, dim, kind):
 # Edges
 
 
+def test_a_gumbel_box_and_itself_are_independent():
+    a = Box(torch.zeros(4, dtype=F64), torch.ones(4, dtype=F64))
+    for tau in (0.1, 0.01):
+        meets, how = intersection(a, a, intersection_temperature=tau), options((tau, 0.1, "gumbel"))
+        assert_close(meets.side, a.side - 2 * tau * math.log(2), 1e-14)
+        assert containment(a, a, **how) < 0 and jaccard(a, a, **how) < 0
+        assert union(a, a, **how) > log_volume(a, **how) and difference(a, a, **how) > -math.inf
+    assert containment(a, a, **options((1e-6, 1e-6, "gumbel"))) > -1e-4
+    for kind in ("soft", "hard"):
+        how = options((0.0, 0.1, kind))
+        assert containment(a, a, **how) == 0 and jaccard(a, a, **how) == 0
+        assert difference(a, a, **how) == -math.inf
+
+
 def test_nothing_remains():
     """NOT of something larger: -inf with gradient 0; and where P(a | b) = 1."""
     outer = Box(torch.full((2, 2), -1.0, dtype=F64), torch.full((2, 2), 3.0, dtype=F64))
@@ -519,6 +537,8 @@ BAD_CALLS = [
     (lambda: intersection(intersection_temperature=0.1), ValueError, "boxes must be at least one box"),
     (lambda: union(**SOFT), ValueError, "boxes must be at least one box, got none"),
     (lambda: union(*[ONE] * 11, **SOFT), ValueError, "boxes must be at most 10, got 11"),
+    (lambda: union([ONE, ONE], **SOFT), TypeError, r"boxes\[0\] .* got a list of boxes: pass the boxes"),
+    (lambda: intersection((ONE, ONE), intersection_temperature=0.1), TypeError, "pass the boxes as separate"),
     (lambda: union(ONE, ONE.z, **SOFT), TypeError, r"boxes\[1\] must be a Box or a pair"),
     (lambda: union(ONE, TWO, **SOFT), ValueError, r"boxes\[1\] must have the 3 dimensions of boxes\[0\]"),
     (lambda: intersection(ONE, intersection_temperature=-1.0), ValueError, "intersection_temperature must"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -17,7 +18,8 @@ class Box(NamedTuple):
     """Axis-parallel boxes: lower corners z and upper corners Z, both [..., D].
 
     A named tuple, so that every function that takes a Box also takes a plain pair (z, Z), and torch.compile
-    and vmap see two tensors. ``len(box)`` is therefore 2; ``box.shape`` is that of the corners.
+    and vmap see two tensors. ``len(box)`` is therefore 2, ``box[0]`` is z and a loop gives z and Z; boxes are
+    counted by ``box.shape``, that of the corners, and taken by ``box.rows(index)``.
 
     Four parameterisations, each by any two tensors of one shape, and the way back for initial values:
 
@@ -88,15 +90,17 @@ class Box(NamedTuple):
         return cls(*t.chunk(2, -1)) if t.shape[-1] else cls(t, t)
 
     @classmethod
-    def unconstrained(cls, *shape: int, dtype: torch.dtype | None = None, device: Any = None) -> Box:
+    def unconstrained(
+        cls, *shape: int | Sequence[int], dtype: torch.dtype | None = None, device: Any = None
+    ) -> Box:
         """z = -inf and Z = inf: every intersection with it is the other box."""
-        z = torch.full(shape, -math.inf, dtype=dtype, device=device)
+        z = torch.full(_shape(shape), -math.inf, dtype=dtype, device=device)
         return cls(z, -z)
 
     @classmethod
     def uniform(
         cls,
-        *shape: int,
+        *shape: int | Sequence[int],
         low: float = 0.0,
         high: float = 1.0,
         smallest: float = 0.01,
@@ -107,7 +111,8 @@ class Box(NamedTuple):
     ) -> Box:
         """Random boxes inside [low, high]^D: sides uniform in [smallest, largest], then centres uniform.
 
-        The defaults are those of ``UniformBoxInitializer`` in the package box-embeddings.
+        The shape is that of the corners, as numbers or as one tuple. The defaults are those of
+        ``UniformBoxInitializer`` in the package box-embeddings.
 
         >>> Box.uniform(3, 5, generator=torch.Generator().manual_seed(0)).shape
         torch.Size([3, 5])
@@ -118,7 +123,8 @@ class Box(NamedTuple):
             raise ValueError(
                 f"smallest <= largest <= high - low must hold, got {smallest}, {largest} and {high - low}"
             )
-        unit = [torch.rand(shape, generator=generator, dtype=dtype, device=device) for _ in range(2)]
+        sizes = _shape(shape)
+        unit = [torch.rand(sizes, generator=generator, dtype=dtype, device=device) for _ in range(2)]
         side = smallest + (largest - smallest) * unit[0]
         z = low + (high - low - side) * unit[1]
         return cls(z, z + side)
@@ -156,8 +162,16 @@ class Box(NamedTuple):
         return self.z.shape
 
     def rows(self, index: Any) -> Box:
-        """The boxes at an index of the leading dimensions."""
+        """The boxes at an index of the leading dimensions: a number, slice, tensor or tuple of them.
+
+        >>> Box.uniform(5, 2).rows(slice(1, 3)).shape
+        torch.Size([2, 2])
+        """
         return Box(self.z[index], self.Z[index])
+
+
+def _shape(shape: tuple[Any, ...]) -> Sequence[int]:
+    return shape[0] if len(shape) == 1 and isinstance(shape[0], list | tuple) else shape
 
 
 def softplus_inverse(y: Tensor) -> Tensor:

@@ -7,8 +7,11 @@ float32 (float64 where any box is). ``intersection_temperature`` (tau, in the un
 tensors that broadcast against the corners, and have gradients. Errors are TypeError or ValueError, naming the
 argument, what was received and what is wanted.
 
-A Gumbel box that meets itself shrinks: w falls by 2 tau log 2, so P(a | a) < 1, and what a function says of a
-and of "a and a" differs by as much. For the many with the many, see :func:`pairwise_log_volume`.
+Two Gumbel boxes are independent random boxes, even where both have the corners of one. The intersection of a
+box with itself is smaller, by 2 tau log 2 in w per dimension: P(a | a) < 1, jaccard(a, a) < 1, union(a, a) is
+larger than a, and difference(a, a) is not empty. All of it fades with the intersection temperature: take one
+that is small beside the sides, or 0, for soft and hard boxes, where equal boxes are equal. For the many with
+the many, see :func:`pairwise_log_volume`.
 
 Dasgupta et al.: "Improving local identifiability in probabilistic box embeddings", NeurIPS 2020.
 """
@@ -27,6 +30,7 @@ from pyops.reference import boxes as reference
 
 MOST_BOXES = 10  # of a union: 2^n terms
 Temperature = float | Tensor
+_APART = "pass the boxes as separate arguments"
 
 
 def intersection(*boxes: Pair, intersection_temperature: Temperature) -> Box:
@@ -85,6 +89,9 @@ def containment(
 ) -> Tensor:
     """log P(a | b) = log volume(a and b) - log volume(b), at most 0.
 
+    P(a | a) is 1 for hard and soft boxes and less for Gumbel boxes, which are independent even with equal
+    corners: per dimension w falls by 2 tau log 2. Smaller temperatures bring it to 1.
+
     What rounding puts above 0 is cut and keeps its gradient; -inf where the volume of both is 0.
 
     >>> a, b = Box(torch.zeros(1), torch.ones(1)), Box(torch.full((1,), 0.5), torch.full((1,), 1.5))
@@ -126,7 +133,8 @@ def difference(
 ) -> Tensor:
     """Log volume of what is in a and not in b: log(volume(a) - volume(a and b)).
 
-    -inf with gradient 0 where nothing remains.
+    -inf with gradient 0 where nothing remains. Of a Gumbel box less itself something does, since the two are
+    independent: see :func:`containment`.
 
     >>> a, b = Box(torch.zeros(1), torch.ones(1)), Box(torch.full((1,), 0.25), torch.full((1,), 2.0))
     >>> difference(a, b, intersection_temperature=0.0, volume_temperature=0.0).exp()
@@ -145,7 +153,8 @@ def union(
 ) -> Tensor:
     """Log volume of the union of at most 10 boxes, which is no box, by inclusion-exclusion.
 
-    For two: log(volume(a) + volume(b) - volume(a and b)). The bounding box is larger.
+    For two: log(volume(a) + volume(b) - volume(a and b)). The bounding box is larger. The union of a Gumbel
+    box with itself is larger than the box, since the two are independent: see :func:`containment`.
 
     >>> a, b = Box(torch.zeros(1), torch.ones(1)), Box(torch.full((1,), 0.5), torch.full((1,), 2.0))
     >>> union(a, b, intersection_temperature=0.0, volume_temperature=0.0).exp().round()
@@ -168,6 +177,8 @@ def jaccard(
 ) -> Tensor:
     """Logarithm of the Jaccard index, log(volume(a and b) / volume(a or b)), at most 0.
 
+    Below 0 for a Gumbel box and itself, since the two are independent: see :func:`containment`.
+
     >>> a, b = Box(torch.zeros(1), torch.ones(1)), Box(torch.full((1,), 0.5), torch.full((1,), 2.0))
     >>> jaccard(a, b, intersection_temperature=0.0, volume_temperature=0.0).exp()
     tensor(0.2500)
@@ -186,6 +197,9 @@ def _boxes(name: str, boxes: Sequence[Pair] | dict[str, Pair], single: bool = Fa
         boxes = list(boxes.values())
     else:
         names = [name] if single else [f"{name}[{i}]" for i in range(len(boxes))]
+    for n, box in zip(names, boxes, strict=True):
+        if isinstance(box, list | tuple) and any(isinstance(part, list | tuple) for part in box):
+            raise TypeError(f"{n} must be one Box, got a {type(box).__name__} of boxes: {_APART}")
     found = [corners(n, box) for n, box in zip(names, boxes, strict=True)]
     check_broadcast(names, found)
     dtype = torch.float32
