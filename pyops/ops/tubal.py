@@ -76,8 +76,8 @@ def tprod(
             tubes do not. float64, float32, bfloat16, float16 (float32 inside), complex64, complex128, any
             strides; never written to. Mixed dtypes promote. Real inputs give exactly real results.
         transform: ``"dft"`` (default), ``"dct"`` (the orthonormal DCT-II), or an invertible [n3, n3] matrix,
-            tensor or NumPy array, taken in the precision of a and b; for ``order`` above 3 one matrix per tube
-            axis. Gradients reach a matrix that requires them.
+            tensor or NumPy array, taken in the precision of a and b; for ``order`` above 3 one matrix per
+            tube axis. Gradients reach a matrix that requires them.
         transpose_a, transpose_b: take the T-transpose of that factor.
         layout: ``"last"``, or ``"first"``: a is [..., n3, n1, n2], and so on for b and the result.
         order: p >= 3, of the tensors themselves: the last p dimensions, [n1, n2, n3, ..., np] with layout
