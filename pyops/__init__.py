@@ -47,3 +47,7 @@ def __getattr__(name: str) -> Any:
     if name in ("boxes", "compat", "distributed", "losses", "nn", "optim", "papers", "tubal"):
         return importlib.import_module(f"pyops.{name}")
     raise AttributeError(f"module 'pyops' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted([*__all__, *(name for name in globals() if name.startswith("__"))])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -40,6 +41,14 @@ def _run(*command: str | Path) -> int:
 def papers() -> dict[str, Path]:
     """The reproductions in the source checkout: paper name to its reproduce.py."""
     return {path.parent.name: path for path in sorted(_need("seeds").glob("*/reproduce.py"))}
+
+
+def about(name: str) -> str:
+    """A paper's title and how long its reproduction takes, from its page."""
+    page = (papers()[name].parent / "README.md").read_text()
+    title = page.partition("\n")[0].removeprefix("# ")
+    (command,) = re.findall(rf"seeds/{name}/reproduce\.py +# (.+)", page)
+    return f"{title} ({re.split('[,;:] ', command)[-1]})"
 
 
 def bench(arguments: list[str]) -> int:
@@ -93,7 +102,9 @@ def main(arguments: list[str] | None = None) -> int:
     reproduce_parser = commands.add_parser("reproduce", help="check the claims of the papers at laptop scale")
     reproduce_parser.add_argument("papers", nargs="*", metavar="paper", help="a paper's name, see --list")
     reproduce_parser.add_argument("--all", action="store_true", help="every paper")
-    reproduce_parser.add_argument("--list", action="store_true", help="print the names and stop")
+    reproduce_parser.add_argument(
+        "--list", action="store_true", help="print names, titles and durations, and stop"
+    )
     reproduce_parser.add_argument("--quick", action="store_true", help="within two minutes each")
     reproduce_parser.add_argument(
         "--out",
@@ -112,7 +123,8 @@ def main(arguments: list[str] | None = None) -> int:
         return demo(options.out)
     known = papers()
     if options.list:
-        print("\n".join(known))
+        width = max(map(len, known))
+        print("\n".join(f"{name:{width}}  {about(name)}" for name in known))
         return 0
     unknown = [name for name in options.papers if name not in known]
     if unknown or options.all == bool(options.papers):

@@ -109,7 +109,15 @@ def test_reproduce_writes_below_the_folder_it_is_called_from(monkeypatch, tmp_pa
 def test_reproduce_lists_papers():
     result = run("-m", "pyops", "reproduce", "--list")
     assert result.returncode == 0
-    assert "scion" in result.stdout.split()
+    lines = dict(line.split(maxsplit=1) for line in result.stdout.splitlines())
+    assert list(lines) == list(command_line.papers())
+    assert all(re.fullmatch(r"\w.*\w \(.*(minutes|hour).*\)", line) for line in lines.values())
+
+
+def test_dir_lists_what_is_public():
+    names = run("-c", "import pyops; print(*dir(pyops))").stdout.split()
+    assert set(pyops.__all__) <= set(names)
+    assert [name for name in names if not name.startswith("__") and name not in pyops.__all__] == []
 
 
 def test_which_rejects_an_unknown_op():
