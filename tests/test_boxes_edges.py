@@ -458,3 +458,87 @@ def test_hard_boxes_that_never_meet():
     logs = pairwise_log_volume(tuple(queries), tuple(t[:11] for t in items), **hard)
     for grad in torch.autograd.grad(logs.sum(), queries):
         assert (grad == 0).all()
+
+
+@pytest.mark.parametrize("distance", [20.0, 60.0, 75.0])
+@pytest.mark.parametrize("upstream", [1e-15, 1e-6, 1.0, 1e6, 1e15])
+def test_gradients_scale_with_what_comes_from_above(distance, upstream):
+    """Boxes far apart and boxes far wider than tau, with small and large gradients of the volumes."""
+    tau = 0.5
+    for sign in (1, -1):  # disjoint, wide
+        corners = [torch.full((n, 3), sign * side * distance * tau / 2) for n, side in ((2, 1), (5, -1))]
+        if sign == 1:
+            queries, items = ((t, t + tau / 2) for t in corners)
+        else:
+            queries, items = ((-t.abs(), t.abs()) for t in corners)
+        inputs = [t.clone().requires_grad_() for t in (*queries, *items)]
+        index = torch.zeros(2, dtype=torch.long), torch.arange(2).repeat(2, 1)
+        for op in (
+            lambda *t: pairwise_log_volume(t[:2], t[2:], **temperatures(tau, tau)),
+            lambda *t: sampled_scores(t[:2], t[2:], *index, score="volume", **temperatures(tau, tau)),
+        ):
+            once, scaled = (torch.autograd.grad(f * op(*inputs).sum(), inputs) for f in (1, upstream))
+            for a, b in zip(once, scaled, strict=True):
+                assert a.isfinite().all() and a.any()
+                torch.testing.assert_close(b, upstream * a, rtol=1e-5, atol=1e-37)  # below, some are 0
+
+
+@pytest.mark.parametrize("dtype", [F32, F64])
+def test_an_empty_side_empties_an_unbounded_box(dtype):
+    queries = torch.tensor([[0.0, 0.0]], dtype=dtype), torch.tensor([[1.0, math.inf]], dtype=dtype)
+    items = (
+        torch.tensor([[5.0, 0.0], [0.0, 0.0]], dtype=dtype),
+        torch.tensor([[6.0, math.inf]] * 2, dtype=dtype),
+    )
+    hard = temperatures(0, 0)
+    assert pairwise_log_volume(queries, items, **hard).tolist() == [[-math.inf, math.inf]]
+    index = torch.zeros(1, dtype=torch.long), torch.arange(2)[None]
+    found = sampled_scores(queries, items, *index, score="volume", **hard)
+    assert found.tolist() == [[-math.inf, math.inf]]
+
+
+def test_gradient_of_an_intersection_without_a_bound():
+    """No box bounds a dimension: its corners at infinity have no gradient, rather than NaN."""
+    inputs = [
+        torch.tensor([[v, w]], requires_grad=True)
+        for v, w in ((-math.inf, 0.0), (math.inf, 1.0), (-math.inf, 0.2), (math.inf, 1.5))
+    ]
+    items = torch.zeros(1, 2), torch.ones(1, 2)
+    logs = pairwise_log_volume([tuple(inputs[:2]), tuple(inputs[2:])], items, **temperatures(0.1, 0.1))
+    for grad in torch.autograd.grad(logs.sum(), inputs):
+        assert grad[0, 0] == 0 and grad[0, 1].isfinite() and grad[0, 1] != 0
+
+
+@modes
+def test_nan_reaches_no_gradient_without_it(tau, nu):
+    """A NaN query whose volumes have no gradient leaves those of the items alone."""
+    g = torch.Generator().manual_seed(3)
+    z, item = torch.rand(5, 6, generator=g), torch.rand(40, 6, generator=g)
+    inputs = [t.requires_grad_() for t in (z, z + 1, item, item + 1)]
+    broken = [t.detach().clone() for t in inputs]
+    broken[0][2, 3] = math.nan
+    broken = [t.requires_grad_() for t in broken]
+    grads = []
+    for tensors in (inputs, broken):
+        logs = pairwise_log_volume(tensors[:2], tensors[2:], **temperatures(tau, nu))
+        weights = torch.ones_like(logs)
+        weights[2] = 0
+        grads.append(torch.autograd.grad(logs, tensors, weights))
+    for clean, found in zip(*grads, strict=True):
+        torch.testing.assert_close(found, clean, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("tau", [1e-1, 1e-3, 1e-5])
+def test_temperatures_per_dimension_far_from_the_origin(tau):
+    """Quotients of corners by tau keep the digits of the corners' differences."""
+    g = torch.Generator().manual_seed(5)
+    queries, items = ([10 + 3 * tau * torch.randn(n, 8, generator=g)] for n in (6, 50))
+    for pair in (queries, items):
+        pair.append(pair[0] + 3 * tau)
+    each = torch.full((8,), tau)
+    found = pairwise_log_volume(queries, items, intersection_temperature=each, volume_temperature=each)
+    wanted = pairwise_log_volume(
+        *([t.double() for t in pair] for pair in (queries, items)),
+        **temperatures(float(each[0]), float(each[0])),
+    )
+    assert ((found - wanted).abs() <= 2e-6 * wanted.abs().clamp(min=1) + 8e-6).all()

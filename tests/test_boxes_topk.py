@@ -242,3 +242,36 @@ def test_memory():
     with LargestTensor() as largest:
         box_topk(queries, items, 10, **temperatures(0.1, 0.1))
     assert largest.bytes <= items[0].numel() * 4
+
+
+def test_probabilities_of_one_are_equal():
+    """A box within the query has P = 1 to rounding: the lower index is the better."""
+    items = boxes.Box.uniform(300, 4, largest=0.3, generator=torch.Generator().manual_seed(0))
+    query = torch.full((1, 4), -0.4), torch.full((1, 4), 1.48)
+    options = {"intersection_temperature": 0.02, "volume_temperature": 0.02}
+    dense = boxes.pairwise_containment(query, items, **options)
+    assert (dense == 0).sum() > 50
+    for prune in (True, False):
+        values, indices = boxes.box_topk(query, items, 20, prune=prune, **options)
+        assert (values == 0).all() and (indices[0].diff() > 0).all()
+
+
+@pytest.mark.parametrize("dim", [64, 256, 1024])
+def test_pruning_among_near_duplicates(dim):
+    """Whole tiles of items whose scores differ by rounding only."""
+    g = torch.Generator().manual_seed(6)
+    items = boxes.Box.uniform(60, dim, largest=0.3, generator=g)
+    items = tuple(t.repeat_interleave(16, 0) * 2 for t in items)
+    query = torch.full((4, dim), -1.1), torch.full((4, dim), 3.1)
+    options = {"intersection_temperature": 0.1, "volume_temperature": 0.1}
+    for k in (1, 100):
+        a, b = (boxes.box_topk(query, items, k, prune=prune, **options) for prune in (True, False))
+        assert torch.equal(a.values, b.values) and torch.equal(a.indices, b.indices)
+
+
+def test_nan_of_an_excluded_box_that_excludes_nothing():
+    query, item = (torch.zeros(1, 2), torch.ones(1, 2)), (torch.full((1, 2), 5.0), torch.full((1, 2), 6.0))
+    nan = torch.full((1, 2), math.nan), torch.ones(1, 2)
+    hard = {"intersection_temperature": 0, "volume_temperature": 0}
+    assert boxes.pairwise_containment(query, item, without=[nan], **hard).isnan().all()
+    assert boxes.box_topk(query, item, 1, without=[nan], **hard).values.isnan().all()

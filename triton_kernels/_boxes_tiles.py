@@ -261,6 +261,7 @@ def scores(
         if item_log_volume_ptr is not None:
             item = tl.load(item_log_volume_ptr + cols).to(dtype)
             score = tl.where(score == float("-inf"), score, score - item)
+            score = tl.where(score > 0.0, 0.0, score)  # by rounding
         return score
 
 

@@ -30,8 +30,9 @@ struct BoxGradients {
     void *query_z = nullptr, *query_Z = nullptr, *item_z = nullptr, *item_Z = nullptr;
 };
 
-// Queries of `terms` boxes each: score = log sum_t signs_t volume_t - item_log_volume; queries holds `terms` rows for
-// each. Indices are -1 where there are fewer than k items.
+// Queries of `terms` boxes each: score = log sum_t signs_t volume_t - item_log_volume, which with item_log_volume is a
+// log probability and at most 0; queries holds `terms` rows for each. Indices are -1 where there are fewer than k
+// items.
 struct BoxTopk {
     BoxTable queries, items;
     int64_t terms = 1, k = 1;

@@ -145,6 +145,16 @@ template <class T, class Part>
     Gem::store(row_Z, Gem::load(row_Z) + sums_of_lanes<T>(b));
 }
 
+// What a gradient of log volumes comes to: NaN where a box has one, unless nothing is asked of that pair, and nothing
+// where a hard volume is 0.
+template <class T>
+typename BoxTile<T>::Vector of_volume(const BoxSettings<T>& s, const BoxRows<T>& rows, const BoxTile<T>& tile,
+                                      int64_t q, typename BoxTile<T>::Vector grad) {
+    const auto bad = grad != T(0) ? tile.bad + rows.bad[q] : typename BoxTile<T>::Vector{};
+    grad += bad;
+    return s.soft ? grad : tile.smallest(s, rows, q) > T(0) ? grad : bad;
+}
+
 // Gradients of `count` rows from `first` with a tile, whose gradients of log volumes are grad[i], added to row_z and
 // row_Z, laid out like the rows, and to item_z[d].
 template <class T>
@@ -159,11 +169,7 @@ void tile_gradients(const BoxSettings<T>& s, const BoxRows<T>& rows, const BoxTi
         bool products = true;
         for (int64_t i = 0; i < n; ++i) {
             products = products && tile.products(s, rows, q + i);
-            grad[i0 + i] += tile.bad + rows.bad[q + i];
-            if (!s.soft) {
-                const Vector least = tile.smallest(s, rows, q + i);
-                grad[i0 + i] = least > T(0) ? grad[i0 + i] : tile.bad + rows.bad[q + i];
-            }
+            grad[i0 + i] = of_volume(s, rows, tile, q + i, grad[i0 + i]);
         }
         const Vector* g = grad + i0;
         // Nothing to add: among hard boxes, pairs that do not meet.
@@ -440,6 +446,7 @@ void topk(const BoxModel& m, const BoxTopk& p, int threads) {
                 if (of_item) std::copy_n(of_item + start, lanes, of_lane);
                 const Vector shift = SmallGemm<T>::load(of_lane);
                 const auto offer = [&](int64_t q, Vector score) {
+                    if (of_item) score = score > T(0) ? Vector{} : score;  // by rounding, and would decide among equals
                     Best<T>& b = best[range * queries + first + q];
                     alignas(64) T scores[kLanes];
                     SmallGemm<T>::store(scores, score);
@@ -478,7 +485,7 @@ void topk(const BoxModel& m, const BoxTopk& p, int threads) {
                 }
                 for (int64_t q = 0; q < n; ++q) {
                     const double* signs = p.signs + (first + q) * p.terms;
-                    Vector v[4], most = Math::all(-Math::kInfinity), total{};
+                    Vector v[4], most = Math::all(-Math::kInfinity), total{}, bad{};
                     if (prunes(q) && best[range * queries + first + q].full() &&
                         own.tile.products(s, own.rows, q * p.terms)) {
                         const T least = best[range * queries + first + q].least();
@@ -493,6 +500,7 @@ void topk(const BoxModel& m, const BoxTopk& p, int threads) {
                                 const T sign = static_cast<T>(signs[t + i]);
                                 if (sign == 0) continue;
                                 if (pass == 0) {
+                                    bad = v[i] != v[i] ? v[i] : bad;
                                     if (sign > 0) most = v[i] > most || v[i] != v[i] ? v[i] : most;
                                 } else {
                                     total += sign * Math::exp(v[i] == most ? Vector{} : v[i] - most);
@@ -501,7 +509,7 @@ void topk(const BoxModel& m, const BoxTopk& p, int threads) {
                         }
                     const Vector finite = Math::log_of_any(total > T(0) ? total : total == total ? Vector{} : total);
                     const Vector score = most == -Math::kInfinity ? most : most + finite;
-                    offer(q, score - shift);
+                    offer(q, score - shift + bad);
                 }
             }
         }
@@ -604,13 +612,10 @@ template <class T>
 void row_gradients(const BoxSettings<T>& s, const SampleScratch<T>& x, const BoxTile<T>& tile, int64_t q,
                    typename BoxTile<T>::Vector grad) {
     using Gem = SmallGemm<T>;
-    using Vector = typename BoxTile<T>::Vector;
     constexpr int64_t kLanes = BoxTile<T>::kLanes, kBlock = BoxTile<T>::kBlock;
     const BoxRows<T>& rows = x.rows;
     const int64_t at = rows.at(q);
-    const Vector bad = tile.bad + rows.bad[q];
-    grad += bad;
-    if (!s.soft) grad = tile.smallest(s, rows, q) > T(0) ? grad : bad;
+    grad = of_volume(s, rows, tile, q, grad);
     if (tile.products(s, rows, q)) {
         grad *= s.inverse_tau;
         for (int64_t d = 0; d < s.dims; ++d) {

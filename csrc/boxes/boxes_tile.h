@@ -35,23 +35,28 @@ struct BoxSettings {
     static constexpr int64_t kBlock = std::max(VectorMath<T>::kLanes, 4);  // rows that lie together
 
     int64_t dims;
-    T tau, inverse_tau, offset, shift;  // shift = offset / tau
-    bool gumbel, soft, products;        // tau > 0, nu > 0, nu = tau > 0
-    T* inverse_nu;                      // per dimension
-    T* center;                          // c
-    T constant = 0;                     // sum of log nu
+    T tau, inverse_tau, offset, factor;  // factor = e^(offset / tau)
+    bool gumbel, soft, products;         // tau > 0, nu > 0, nu = tau > 0
+    bool exponentials;                   // P and Q serve
+    T* inverse_nu;                       // per dimension
+    T* center;                           // c
+    T constant = 0;                      // sum of log nu
 
     BoxSettings(const BoxModel& m, Pieces& pieces)
         : dims(m.dims),
           tau(static_cast<T>(m.tau)),
           inverse_tau(static_cast<T>(1 / m.tau)),
           offset(static_cast<T>(m.offset)),
-          shift(static_cast<T>(m.offset / m.tau)),
+          factor(near(m) ? static_cast<T>(std::exp(m.offset / m.tau)) : T(1)),
           gumbel(m.tau > 0),
           soft(m.nu > 0 || m.nus),
-          products(m.tau > 0 && !m.nus && m.nu == m.tau && std::abs(m.offset) <= 4 * m.tau),
+          products(m.tau > 0 && !m.nus && m.nu == m.tau && near(m)),
+          exponentials(m.tau > 0 && near(m)),
           inverse_nu(pieces.take<T>(m.dims)),
           center(pieces.take<T>(m.dims)) {}
+
+    // Whether e^(offset / tau) leaves P within range.
+    static bool near(const BoxModel& m) { return std::abs(m.offset) <= 4 * m.tau; }
 
     void prepare(const BoxModel& m) {
         double sum = 0;
@@ -148,6 +153,13 @@ inline void load_corners(const BoxModel& m, const BoxTable& t, bool upper, int64
     });
 }
 
+// What d = a - b lost to rounding.
+template <class V>
+[[gnu::always_inline]] inline V lost(V a, V b, V d) {
+    const V back = d - a;
+    return (a - (d - back)) - (b + back);
+}
+
 // Corners as load_corners() has them, their exponentials if wanted, and their bounds. Exponentials are about the middle
 // of the settings, or about those of the boxes themselves, which then go to
 // own_middles[d step].
@@ -163,7 +175,7 @@ inline BoxBounds<T> load_boxes(const BoxModel& m, const BoxSettings<T>& s, const
     load_corners(m, t, true, first, index, count, Z, step);
     Vector bad{}, most_p = Math::all(-kInfinity), most_q = most_p, most_width = most_p;
     auto window = ~typename Math::Ints{}, constrained = window;
-    const T inverse_tau = s.inverse_tau, shift = s.shift;
+    const T inverse_tau = s.inverse_tau, factor = s.factor;
     for (int64_t d = 0; d < s.dims; ++d) {
         const Vector low = Gem::load(z + d * step), high = Gem::load(Z + d * step), width = high - low;
         Vector c;
@@ -175,7 +187,8 @@ inline BoxBounds<T> load_boxes(const BoxModel& m, const BoxSettings<T>& s, const
             c = Math::all(s.center[d]);
         }
         bad = (low != low) | (high != high) ? Math::all(static_cast<T>(__builtin_nan(""))) : bad;
-        const Vector p = (low - c) * inverse_tau + shift, q = (c - high) * inverse_tau;
+        const Vector from_low = low - c, from_high = c - high;
+        const Vector p = from_low * inverse_tau, q = from_high * inverse_tau;
         most_p = p > most_p ? p : most_p;
         most_q = q > most_q ? q : most_q;
         most_width = width > most_width ? width : most_width;
@@ -183,8 +196,11 @@ inline BoxBounds<T> load_boxes(const BoxModel& m, const BoxSettings<T>& s, const
         constrained &= ~(open_low | open_high);
         window &= (open_low | ((p <= kWindow) & (p >= -kWindow))) & (open_high | ((q <= kWindow) & (q >= -kWindow)));
         if (!P) continue;
-        Gem::store(P + d * step, Math::exp(p));
-        Gem::store(Q + d * step, Math::exp(q));
+        // The rounding of an exponent of 30 would cost 16 ulp: what the difference and the product lost is put back.
+        const Vector lost_p = lost(low, c, from_low) * inverse_tau + (from_low * inverse_tau - p);
+        const Vector lost_q = lost(c, high, from_high) * inverse_tau + (from_high * inverse_tau - q);
+        Gem::store(P + d * step, open_low ? Vector{} : Math::exp(p) * (factor + factor * lost_p));
+        Gem::store(Q + d * step, open_high ? Vector{} : Math::exp(q) * (T(1) + lost_q));
     }
     return {bad, most_p, most_q, most_width, window & (bad == T(0)), constrained};
 }
@@ -286,7 +302,7 @@ struct BoxTile {
     }
     // Whether P and Q of the row and of the tile are within the window. Hard volumes need w to the last place.
     bool factors(const BoxSettings<T>& s, const BoxRows<T>& rows, int64_t q) const {
-        return s.gumbel && s.soft && window && rows.window[q];
+        return s.exponentials && s.soft && window && rows.window[q];
     }
     bool mild(const BoxRows<T>& rows, int64_t q) const {
         return std::max(low, rows.low[q]) + std::max(high, rows.high[q]) <= 15;
@@ -332,10 +348,12 @@ struct BoxTile {
             if (g == last) break;
             // What is to come can at most be the items' own sides.
             const Vector rest = own[last] - own[g] + s.constant - shift;
+            // Several times what both can err by: all are sums of so many terms, of about the items' own logarithms.
+            const Vector sizes = magnitude(own[last]) + magnitude(own[g]) + magnitude(shift) + std::abs(s.constant);
+            const Vector slack = T(2e-6) * (sizes + static_cast<T>(s.dims)) + T(1e-5);
             bool hope = false;
             for (int i = 0; i < N; ++i) {
                 const Vector bound = Math::log(product[i], exponent[i]) + rest;
-                const T slack = T(1e-5) * (1 + std::abs(least[i]));
                 const auto above = !(bound < least[i] - slack);
                 for (int64_t l = 0; l < kLanes; ++l) hope = hope || above[l];
             }
@@ -355,8 +373,9 @@ struct BoxTile {
         const Vector p = rows.P[at + d * kBlock] + Gem::load(P + d * kLanes);
         const Vector t = rows.Q[at + d * kBlock] + Gem::load(Q + d * kLanes);
         const Vector y = p * t, x = Math::reciprocal(y);
-        const Vector r = grad * x * Math::reciprocal((y + T(1)) * Math::log1p(x));
-        const Vector a = r * t, b = r * p;
+        // Neither leaves the range of T: r is near grad, and 1 / p and 1 / t are within e^40.
+        const Vector r = grad * Math::reciprocal((y + T(1)) * Math::log1p(x));
+        const Vector a = r * (x * t), b = r * (x * p);
         return {a, b, a, b};
     }
 
@@ -418,8 +437,11 @@ struct BoxTile {
         } else {
             slope = side > T(0) ? T(1) / side : Vector{};
         }
+        // Without a gradient there is nothing, whatever the boxes: of a NaN box no other hears that does not meet it.
+        const auto live = grad != T(0);
         const Vector r = grad * slope;
-        return {r * low.first, r * high.first, r * low.second, r * high.second};
+        const auto part = [&](Vector share) { return live ? r * share : Vector{}; };
+        return {part(low.first), part(high.first), part(low.second), part(high.second)};
     }
 
     static constexpr T kTail = sizeof(T) == 4 ? T(-80) : T(-700);  // log softplus(s) = s below, to the last place
@@ -575,6 +597,7 @@ struct BoxTile {
     void by_logarithms_of(const BoxSettings<T>& s, const BoxRows<T>& rows, int64_t q, Vector* out) const {
         Vector product = Math::all(1), sum{};
         Exponents exponent{};
+        Ints empty{};
         const int64_t at = rows.at(q);
         // In two loops: the chain of both would leave too few dimensions in flight.
         constexpr int64_t kStep = 16;
@@ -593,14 +616,17 @@ struct BoxTile {
                     side = (x > T(0) ? x : Vector{}) + Math::log1p(Math::exp(-magnitude(x)));
                     side = usual ? side : Math::all(1);
                 } else {
+                    // A side of 0 empties the box, even if another is unbounded.
                     const auto usual = (x > T(0)) & (x < Math::kInfinity);
-                    sum += usual ? Vector{} : x > T(0) ? x : Math::all(-Math::kInfinity);
+                    sum += x == Math::kInfinity ? x : Vector{};
+                    empty |= ~(x > T(0));
                     side = usual ? (x > kNormal ? x : Math::all(kNormal)) : Math::all(1);
                 }
                 product = Math::split(product * side, exponent);
             }
         }
-        *out = Math::log(product, exponent) + sum + s.constant + bad + rows.bad[q];
+        const Vector value = Math::log(product, exponent) + sum + s.constant;
+        *out = (empty < 0 ? Math::all(-Math::kInfinity) : value) + bad + rows.bad[q];
     }
 };
 

@@ -271,7 +271,10 @@ def _per_dimension(volume: Volume, boxes: list[Pair]) -> tuple[Volume, list[Pair
     )
     if not isinstance(tau, Tensor):
         return volume._replace(nu=nu), boxes, None
-    boxes = [(z / tau, Z / tau) for z, Z in boxes]
+    # About their middle, so that the quotients keep the digits of the differences.
+    some = boxes[-1][0].detach().to(wide).flatten(0, -2)
+    middle = torch.where(some.isfinite(), some, math.nan).nanmean(0).nan_to_num(0.0)
+    boxes = [((z - middle) / tau, (Z - middle) / tau) for z, Z in boxes]
     nu = nu / tau if isinstance(nu, Tensor) or nu else 0.0
     offset = 2 * reference.GAMMA if volume.kind == "gumbel" else 0.0
     return Volume(volume.kind, 1.0, nu, offset), boxes, tau.log().sum()

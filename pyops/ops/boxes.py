@@ -212,8 +212,6 @@ def box_topk(
     tensors = (z.movedim(0, 1), Z.movedim(0, 1), signs, iz, iZ, item_log_volume)
     detached = (None if t is None else t.detach() for t in tensors)
     values, indices = torch.ops.pyops.box_topk(*detached, *prepared.volume[1:], k, prune)
-    if score == "containment":
-        values = values.clamp(max=0)
     shape = (*prepared.shape[:-1], k)
     return TopK(values.reshape(shape), indices.reshape(shape))
 

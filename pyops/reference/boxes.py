@@ -121,8 +121,10 @@ def smooth_max(xs: Sequence[Tensor], tau: float | Tensor) -> Tensor:
     if not isinstance(tau, Tensor) and tau == 0:
         return x.amax(0)
     top = x.detach().amax(0)
+    none = top == -math.inf
     top = torch.where(top.isinf(), 0.0, top)  # infinity minus itself would be NaN
-    return top + tau * torch.logsumexp((x - top) / tau, 0)
+    x = torch.where(none, 0.0, x)  # so would the gradient of a sum of zeros
+    return torch.where(none, -math.inf, top + tau * torch.logsumexp((x - top) / tau, 0))
 
 
 def intersection(boxes: Sequence[tuple[Tensor, Tensor]], tau: float | Tensor) -> tuple[Tensor, Tensor]:
@@ -249,7 +251,10 @@ def box_log_volumes_backward(grad, qz, qZ, iz, iZ, tau, nu, offset, nus):
 
 
 def box_topk(qz, qZ, signs, iz, iZ, item_log_volume, tau, nu, offset, k, prune):
-    """The k best items of each query, by log sum_t signs_t volume_t - item_log_volume; NaN is lowest."""
+    """The k best items of each query, by log sum_t signs_t volume_t; NaN is lowest.
+
+    With item_log_volume by what is left of it, at most 0: a log probability.
+    """
     batch, terms, _ = qz.shape
     count = iz.shape[0]
     wide = working_dtype(qz)
@@ -261,7 +266,7 @@ def box_topk(qz, qZ, signs, iz, iZ, item_log_volume, tau, nu, offset, k, prune):
         logs = box_log_volumes(z, Z, iz, iZ, tau, nu, offset, None).view(rows.stop - rows.start, terms, count)
         scores = signed_log_sum(logs, signs[rows].unsqueeze(-1), 1)
         if item_log_volume is not None:
-            scores = scores - item_log_volume
+            scores = (scores - item_log_volume).clamp(max=0)
         best, order = (-scores).sort(dim=-1, stable=True)  # ascending, where NaN comes last
         values[rows, :found], indices[rows, :found] = -best[:, :found], order[:, :found]
     return values, indices
