@@ -464,7 +464,7 @@ def test_hard_boxes_that_never_meet():
 @pytest.mark.parametrize("upstream", [1e-15, 1e-6, 1.0, 1e6, 1e15])
 def test_gradients_scale_with_what_comes_from_above(distance, upstream):
     """Boxes far apart and boxes far wider than tau, with small and large gradients of the volumes."""
-    tau = 0.5
+    tau, index = 0.5, (torch.zeros(2, dtype=torch.long), torch.arange(2).repeat(2, 1))
     for sign in (1, -1):  # disjoint, wide
         corners = [torch.full((n, 3), sign * side * distance * tau / 2) for n, side in ((2, 1), (5, -1))]
         if sign == 1:
@@ -472,7 +472,6 @@ def test_gradients_scale_with_what_comes_from_above(distance, upstream):
         else:
             queries, items = ((-t.abs(), t.abs()) for t in corners)
         inputs = [t.clone().requires_grad_() for t in (*queries, *items)]
-        index = torch.zeros(2, dtype=torch.long), torch.arange(2).repeat(2, 1)
         for op in (
             lambda *t: pairwise_log_volume(t[:2], t[2:], **temperatures(tau, tau)),
             lambda *t: sampled_scores(t[:2], t[2:], *index, score="volume", **temperatures(tau, tau)),
