@@ -400,36 +400,71 @@ void with_form(const LinearAttention& p, const F& f) {
     }
 }
 
-// S <- Diag(a) S + k^T u and o = q S, in one pass over S (the delta rule reads it once more, from cache). State rows
-// are `ld` apart; a, k, q have K entries, v has V, which the delta rule turns into u.
-template <class T>
-void step_state(int64_t keys, int64_t values, const T* q, const T* k, const T* a, const T* beta, T* __restrict v,
-                T* __restrict state, int64_t ld, T* __restrict o) {
+// S <- Diag(a) S + k^T u and o = q S for NV vectors of columns, in one pass over S (the delta rule reads it once more,
+// from cache), with u and o in registers. State rows are `ld` apart; a, k, q have K entries, v is what the delta rule
+// turns into u. A decay of 0 forgets whatever there was.
+template <int NV, class T>
+void step_columns(int64_t keys, const T* q, const T* k, const T* a, const T* beta, const T* v, T* state, int64_t ld,
+                  T* o) {
+    using Gem = SmallGemm<T>;
+    using Vector = typename Gem::Vector;
+    constexpr int64_t kLanes = Gem::kLanes;
+    Vector u[NV], out[NV] = {};
+#pragma GCC unroll 8
+    for (int s = 0; s < NV; ++s) u[s] = Gem::load(v + s * kLanes);
     if (beta) {
-        for (int64_t j = 0; j < values; ++j) o[j] = 0;
         for (int64_t r = 0; r < keys; ++r) {
-            const T* __restrict s = state + r * ld;
-            const T factor = a[r] * k[r];
-            if (a[r] != 0)
-                for (int64_t j = 0; j < values; ++j) o[j] += factor * s[j];
+            if (a[r] == 0) continue;
+            const Vector factor = a[r] * k[r] - Vector{};
+#pragma GCC unroll 8
+            for (int s = 0; s < NV; ++s) out[s] += factor * Gem::load(state + r * ld + s * kLanes);
         }
-        for (int64_t j = 0; j < values; ++j) v[j] = *beta * (v[j] - o[j]);
+#pragma GCC unroll 8
+        for (int s = 0; s < NV; ++s) {
+            u[s] = *beta * (u[s] - out[s]);
+            out[s] = Vector{};
+        }
     }
-    for (int64_t j = 0; j < values; ++j) o[j] = 0;
     for (int64_t r = 0; r < keys; ++r) {
-        T* __restrict s = state + r * ld;
-        const T ar = a[r], kr = k[r], qr = q[r];
-        if (ar != 0)
-            for (int64_t j = 0; j < values; ++j) {
-                s[j] = ar * s[j] + kr * v[j];
-                o[j] += qr * s[j];
-            }
-        else
-            for (int64_t j = 0; j < values; ++j) {
-                s[j] = kr * v[j];
-                o[j] += qr * s[j];
-            }
+        T* row = state + r * ld;
+        const Vector ar = a[r] - Vector{}, kr = k[r] - Vector{}, qr = q[r] - Vector{};
+        const bool forgets = a[r] == 0;
+#pragma GCC unroll 8
+        for (int s = 0; s < NV; ++s) {
+            const Vector old = forgets ? Vector{} : Gem::load(row + s * kLanes);
+            const Vector next = ar * old + kr * u[s];
+            Gem::store(row + s * kLanes, next);
+            out[s] += qr * next;
+        }
     }
+#pragma GCC unroll 8
+    for (int s = 0; s < NV; ++s) Gem::store(o + s * kLanes, out[s]);
+}
+
+// The same for all columns; those beyond the last whole vector in a copy.
+template <class T>
+void step_state(int64_t keys, int64_t values, const T* q, const T* k, const T* a, const T* beta, const T* v, T* state,
+                int64_t ld, T* o, T* copy) {
+    constexpr int64_t kLanes = SmallGemm<T>::kLanes;
+    int64_t j = 0;
+    const auto columns = [&]<int NV>() {
+        for (; j + NV * kLanes <= values; j += NV * kLanes)
+            step_columns<NV>(keys, q, k, a, beta, v + j, state + j, ld, o + j);
+    };
+    columns.template operator()<8>();
+    columns.template operator()<4>();
+    columns.template operator()<1>();
+    const int64_t rest = values - j;
+    if (rest == 0) return;
+    alignas(64) T last_v[kLanes] = {}, last_o[kLanes];
+    std::copy_n(v + j, rest, last_v);
+    for (int64_t r = 0; r < keys; ++r) {
+        std::copy_n(state + r * ld + j, rest, copy + r * kLanes);
+        std::fill(copy + r * kLanes + rest, copy + (r + 1) * kLanes, T(0));
+    }
+    step_columns<1>(keys, q, k, a, beta, last_v, copy, kLanes, last_o);
+    for (int64_t r = 0; r < keys; ++r) std::copy_n(copy + r * kLanes, rest, state + r * ld + j);
+    std::copy_n(last_o, rest, o + j);
 }
 
 // One token of every sequence: `before` becomes p.initial_state, the state that is stepped, unless they are the same.
@@ -437,13 +472,15 @@ template <class T>
 void step_as(const LinearAttention& p, const AttentionView& before, const AttentionView& out, int threads) {
     const int64_t keys = p.key_dim, values = p.value_dim;
     Pieces count(nullptr);
-    for (int64_t size : {keys, keys, keys + 1, values, values, keys * values, int64_t{1}}) count.take<T>(size);
+    constexpr int64_t kLanes = SmallGemm<T>::kLanes;
+    for (int64_t size : {keys, keys, keys + 1, values, values, keys * values, int64_t{1}, keys * kLanes})
+        count.take<T>(size);
     const Units units(p, {1, 1}, 1, 4, threads);
     for_units(units, count.used(), threads, [&](const Unit& unit, char* scratch) {
         Pieces pieces(scratch);
         T *q = pieces.take<T>(keys), *k = pieces.take<T>(keys), *a = pieces.take<T>(keys + 1);
         T *v = pieces.take<T>(values), *o = pieces.take<T>(values), *copy = pieces.take<T>(keys * values);
-        T* beta = pieces.take<T>(1);
+        T *beta = pieces.take<T>(1), *last = pieces.take<T>(keys * kLanes);
         for (int64_t h = unit.first_head; h < unit.last_head; ++h) {
             const auto row = [&](const AttentionView& x, int64_t head, int64_t size, T factor, T* to) {
                 read_rows<T>(x, offset_of(x, {unit.batch, 0, head}), 0, 1, size, factor, to, size);
@@ -464,7 +501,7 @@ void step_as(const LinearAttention& p, const AttentionView& before, const Attent
             T* state = direct ? static_cast<T*>(x.data) + unit.segment * x.batch + h * x.head : copy;
             const int64_t ld = direct ? x.row : values;
             if (!direct || before.data != x.data) read_state<T>(before, unit.segment, h, keys, values, state, keys, ld);
-            step_state<T>(keys, values, q, k, a, p.delta ? beta : nullptr, v, state, ld, o);
+            step_state<T>(keys, values, q, k, a, p.delta ? beta : nullptr, v, state, ld, o, last);
             if (!direct) write_state<T>(x, unit.segment, h, keys, values, state, ld);
             write_rows<T>(out, offset_of(out, {unit.batch, 0, h}), 0, 1, values, o, values);
         }

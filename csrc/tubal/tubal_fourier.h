@@ -1,8 +1,9 @@
 // The complex DFT of `length` points for 2 kLanes tubes at a time: a row holds two vectors of real parts, then two of
 // imaginary parts, and nothing is shuffled or shared between tubes.
 //
-// Lengths whose prime factors are at most 13 take Stockham passes of radix 4, 2, 3, 5, 7, 11 and 13, about
-// 5 n log2 n flops per tube. Others are a convolution with a chirp (Bluestein), jk = (j^2 + k^2 - (k - j)^2) / 2,
+// Lengths whose prime factors are at most 13 take Stockham passes of radix 8 (where 16 complex vectors fit into
+// registers), 4, 2, 3, 5, 7, 11 and 13, about 5 n log2 n flops per tube. Others are a convolution with a chirp
+// (Bluestein), jk = (j^2 + k^2 - (k - j)^2) / 2,
 //
 //   X_k = c_k sum_j (x_j c_j) conj(c_{k-j}),   c_j = exp(-pi i j^2 / n),
 //
@@ -70,6 +71,14 @@ class Fourier {
         cos_ = pieces.take<T>(size_);
         sin_ = pieces.take<T>(size_);
         int64_t rest = size_;
+        if (kVectorBytes == 64) {
+            // As many of radix 8 as leave a power of 4.
+            int twos = 0, eights = 0;
+            while (rest >> twos & 1 ? false : twos < 62) ++twos;
+            for (int k = twos / 3; k > 0 && eights == 0; --k)
+                if ((twos - 3 * k) % 2 == 0) eights = k;
+            for (; eights > 0; --eights, rest /= 8) radix_[factors_++] = 8;
+        }
         for (const int64_t r : {4, 2, 3, 5, 7, 11, 13})
             for (; rest % r == 0; rest /= r) radix_[factors_++] = static_cast<int>(r);
     }
@@ -151,6 +160,7 @@ class Fourier {
                 case 4: pass<4>(n, s, a, b); break;
                 case 5: pass<5>(n, s, a, b); break;
                 case 7: pass<7>(n, s, a, b); break;
+                case 8: pass<8>(n, s, a, b); break;
                 case 11: pass<11>(n, s, a, b); break;
                 default: pass<13>(n, s, a, b); break;
             }
@@ -165,73 +175,103 @@ class Fourier {
     // Stockham: out[q + s (r p + u)] = w_n^(p u) sum_t in[q + s (p + m t)] w_r^(t u), m = n / r.
     template <int r>
     void pass(int64_t n, int64_t s, const T* in, T* out) const {
-        const int64_t m = n / r, unit = size_ / n, root = size_ / r;
-        for (int64_t p = 0; p < m; ++p) {
-            T wr[r], wi[r];
-            for (int u = 1; u < r; ++u) {
-                wr[u] = cos_[p * u * unit];
-                wi[u] = sin_[p * u * unit];
-            }
-            for (int64_t q = 0; q < s; ++q)
-                for (int64_t l = 0; l < 2 * kLanes; l += kLanes) {
-                    const T* x = in + (q + s * p) * kBlock + l;
-                    T* y = out + (q + s * r * p) * kBlock + l;
-                    Vector re[r], im[r];
+        const int64_t m = n / r, unit = size_ / n;
+        butterflies<r, false>(0, m, s, unit, in, out);
+        for (int64_t p = 1; p < m; ++p) butterflies<r, true>(p, m, s, unit, in, out);
+    }
+
+    // The DFT of 4 points.
+    [[gnu::always_inline]] static void four(const Vector* re, const Vector* im, int step, Vector* yr, Vector* yi) {
+        const Vector ar = re[0] + re[2 * step], ai = im[0] + im[2 * step];
+        const Vector br = re[0] - re[2 * step], bi = im[0] - im[2 * step];
+        const Vector cr = re[step] + re[3 * step], ci = im[step] + im[3 * step];
+        const Vector dr = re[step] - re[3 * step], di = im[step] - im[3 * step];
+        yr[0] = ar + cr, yi[0] = ai + ci;
+        yr[1] = br + di, yi[1] = bi - dr;
+        yr[2] = ar - cr, yi[2] = ai - ci;
+        yr[3] = br - di, yi[3] = bi + dr;
+    }
+
+    // One p of a pass; those of p = 0 have no twiddle factors.
+    template <int r, bool twiddled>
+    void butterflies(int64_t p, int64_t m, int64_t s, int64_t unit, const T* in, T* out) const {
+        const int64_t root = size_ / r;
+        T wr[r], wi[r];
+        for (int u = 1; u < r; ++u) {
+            wr[u] = cos_[p * u * unit];
+            wi[u] = sin_[p * u * unit];
+        }
+        for (int64_t q = 0; q < s; ++q)
+            for (int64_t l = 0; l < 2 * kLanes; l += kLanes) {
+                const T* x = in + (q + s * p) * kBlock + l;
+                T* y = out + (q + s * r * p) * kBlock + l;
+                Vector re[r], im[r];
 #pragma GCC unroll 16
-                    for (int t = 0; t < r; ++t) {
-                        re[t] = Gem::load(x + t * s * m * kBlock);
-                        im[t] = Gem::load(x + t * s * m * kBlock + 2 * kLanes);
+                for (int t = 0; t < r; ++t) {
+                    re[t] = Gem::load(x + t * s * m * kBlock);
+                    im[t] = Gem::load(x + t * s * m * kBlock + 2 * kLanes);
+                }
+                const auto put = [&](int u, Vector a, Vector b) __attribute__((always_inline)) {
+                    if (twiddled && u > 0) {
+                        const Vector c = wr[u] * a - wi[u] * b;
+                        b = wr[u] * b + wi[u] * a;
+                        a = c;
                     }
-                    const auto put = [&](int u, Vector a, Vector b) {
-                        if (u > 0) {
-                            const Vector c = wr[u] * a - wi[u] * b;
-                            b = wr[u] * b + wi[u] * a;
-                            a = c;
-                        }
-                        Gem::store(y + u * s * kBlock, a);
-                        Gem::store(y + u * s * kBlock + 2 * kLanes, b);
+                    Gem::store(y + u * s * kBlock, a);
+                    Gem::store(y + u * s * kBlock + 2 * kLanes, b);
+                };
+                if constexpr (r == 2) {
+                    put(0, re[0] + re[1], im[0] + im[1]);
+                    put(1, re[0] - re[1], im[0] - im[1]);
+                } else if constexpr (r == 4) {
+                    Vector yr[4], yi[4];
+                    four(re, im, 1, yr, yi);
+#pragma GCC unroll 4
+                    for (int u = 0; u < 4; ++u) put(u, yr[u], yi[u]);
+                } else if constexpr (r == 8) {
+                    // X_u, X_{u+4} = E_u +- w^u O_u of the even and the odd points, w = (1 - i) / sqrt 2.
+                    constexpr T kHalfRoot = static_cast<T>(0.70710678118654752440);
+                    Vector er[4], ei[4], or_[4], oi[4];
+                    four(re, im, 2, er, ei);
+                    four(re + 1, im + 1, 2, or_, oi);
+                    const auto both = [&](int u, Vector a, Vector b) __attribute__((always_inline)) {
+                        put(u, er[u] + a, ei[u] + b);
+                        put(u + 4, er[u] - a, ei[u] - b);
                     };
-                    if constexpr (r == 2) {
-                        put(0, re[0] + re[1], im[0] + im[1]);
-                        put(1, re[0] - re[1], im[0] - im[1]);
-                    } else if constexpr (r == 4) {
-                        const Vector ar = re[0] + re[2], ai = im[0] + im[2], br = re[0] - re[2], bi = im[0] - im[2];
-                        const Vector cr = re[1] + re[3], ci = im[1] + im[3], dr = re[1] - re[3], di = im[1] - im[3];
-                        put(0, ar + cr, ai + ci);
-                        put(1, br + di, bi - dr);
-                        put(2, ar - cr, ai - ci);
-                        put(3, br - di, bi + dr);
-                    } else {
-                        // Terms t and r - t together: cosines of their sum, sines of their difference.
-                        constexpr int h = (r - 1) / 2;
-                        Vector sr[h], si[h], dr[h], di[h];
-                        Vector zr = re[0], zi = im[0];
+                    both(0, or_[0], oi[0]);
+                    both(1, kHalfRoot * (or_[1] + oi[1]), kHalfRoot * (oi[1] - or_[1]));
+                    both(2, oi[2], -or_[2]);
+                    both(3, kHalfRoot * (oi[3] - or_[3]), -kHalfRoot * (or_[3] + oi[3]));
+                } else {
+                    // Terms t and r - t together: cosines of their sum, sines of their difference.
+                    constexpr int h = (r - 1) / 2;
+                    Vector sr[h], si[h], dr[h], di[h];
+                    Vector zr = re[0], zi = im[0];
 #pragma GCC unroll 8
+                    for (int t = 0; t < h; ++t) {
+                        sr[t] = re[t + 1] + re[r - 1 - t];
+                        si[t] = im[t + 1] + im[r - 1 - t];
+                        dr[t] = re[t + 1] - re[r - 1 - t];
+                        di[t] = im[t + 1] - im[r - 1 - t];
+                        zr += sr[t];
+                        zi += si[t];
+                    }
+                    put(0, zr, zi);
+                    for (int u = 1; u <= h; ++u) {
+                        Vector cr = re[0], ci = im[0], tr{}, ti{};
                         for (int t = 0; t < h; ++t) {
-                            sr[t] = re[t + 1] + re[r - 1 - t];
-                            si[t] = im[t + 1] + im[r - 1 - t];
-                            dr[t] = re[t + 1] - re[r - 1 - t];
-                            di[t] = im[t + 1] - im[r - 1 - t];
-                            zr += sr[t];
-                            zi += si[t];
+                            const int64_t e = (t + 1) * u % r * root;
+                            const T c = cos_[e], d = sin_[e];
+                            cr += c * sr[t];
+                            ci += c * si[t];
+                            tr += d * di[t];  // i d times the difference
+                            ti += d * dr[t];
                         }
-                        put(0, zr, zi);
-                        for (int u = 1; u <= h; ++u) {
-                            Vector cr = re[0], ci = im[0], tr{}, ti{};
-                            for (int t = 0; t < h; ++t) {
-                                const int64_t e = (t + 1) * u % r * root;
-                                const T c = cos_[e], d = sin_[e];
-                                cr += c * sr[t];
-                                ci += c * si[t];
-                                tr += d * di[t];  // i d times the difference
-                                ti += d * dr[t];
-                            }
-                            put(u, cr - tr, ci + ti);
-                            put(r - u, cr + tr, ci - ti);
-                        }
+                        put(u, cr - tr, ci + ti);
+                        put(r - u, cr + tr, ci - ti);
                     }
                 }
-        }
+            }
     }
 
     int64_t length_ = 0, size_ = 0;

@@ -138,7 +138,7 @@ class TubeTransform {
 
   private:
     // Beyond, an FFT is quicker: of lengths with small factors; of others.
-    static constexpr int64_t kLongestSums = 160, kLongestRoughSums = 512;
+    static constexpr int64_t kLongestSums = 31, kLongestRoughSums = 512;
 
     // y = a x
     static void multiply(int64_t lanes, int64_t m, int64_t k, const T* a, int64_t lda, const T* x, int64_t ldx, T* y,
@@ -265,7 +265,7 @@ class TubeTransform {
             const T* z = fourier_.transform(t);
             for (int64_t f = 0; f <= half; ++f) {
                 T *re = y + f * ldy + first, *im = y + (half + f) * ldy + first;
-                const T *p = z + f % length * kBlock, *q = z + (length - f) % length * kBlock;
+                const T *p = z + (f < length ? f : 0) * kBlock, *q = z + (f > 0 ? length - f : 0) * kBlock;
                 for (int64_t l = 0; l < 2 * kLanes; l += kLanes) {
                     Vector a = Gem::load(p + l), b = Gem::load(p + 2 * kLanes + l);
                     if (n_ % 2 == 0) {
