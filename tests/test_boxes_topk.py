@@ -11,6 +11,7 @@ from suite import ALL_DTYPES, LargestTensor, assert_same_bits, layouts, memory
 
 from pyops import boxes
 from pyops.boxes import box_topk, pairwise_containment, pairwise_log_volume
+from pyops.reference import boxes as reference
 
 F64, F32 = torch.float64, torch.float32
 MODES = [(0.1, 0.1), (0.1, 0.4), (0.0, 0.2), (0.2, 0.0), (0.0, 0.0), (0.01, 0.01)]
@@ -275,3 +276,17 @@ def test_nan_of_an_excluded_box_that_excludes_nothing():
     hard = {"intersection_temperature": 0, "volume_temperature": 0}
     assert boxes.pairwise_containment(query, item, without=[nan], **hard).isnan().all()
     assert boxes.box_topk(query, item, 1, without=[nan], **hard).values.isnan().all()
+
+
+@pytest.mark.parametrize("terms", [3, 5, 7])
+def test_op_takes_any_number_of_terms(terms):
+    """Rows of a query may lie anywhere among those that are packed together."""
+    g = torch.Generator().manual_seed(terms)
+    z, Z = (torch.rand(9, terms, 6, generator=g) * 0.2 + shift for shift in (0.0, 0.8))
+    iz, iZ = (torch.rand(40, 6, generator=g) * 0.2 + shift for shift in (0.1, 0.6))
+    signs = torch.ones(9, terms)
+    for tau, nu in ((0.1, 0.1), (0.0, 0.0)):
+        args = (z, Z, signs, iz, iZ, None, tau, nu, 0.1 * tau, 12, False)
+        found, wanted = torch.ops.pyops.box_topk(*args), reference.box_topk(*args)
+        torch.testing.assert_close(found[0], wanted[0], rtol=1e-5, atol=1e-5)
+        assert torch.equal(found[1], wanted[1])

@@ -1,7 +1,7 @@
 // CPU kernel of box embeddings: pairwise log-volumes, their gradients, the best k items, sampled pairs. The mathematics
 // of a few boxes against a tile of them is in boxes_tile.h.
 //
-// Elements are pairs times dimensions; about 20 operations each with nu = tau, 6 for hard boxes, twice that for
+// Elements are pairs times dimensions; about 20 operations each with nu = tau, 5 for hard boxes, twice that for
 // gradients. Bytes: corners, results, and per thread a tile and a chunk of queries that stay in cache: nothing as large
 // as pairs times dimensions ever exists, and the best k are found without the matrix of scores.
 //

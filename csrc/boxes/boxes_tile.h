@@ -310,7 +310,7 @@ struct BoxTile {
 
     // out[i] = the log volumes of row q + i with the tile, for n <= 4 rows.
     void volumes(const BoxSettings<T>& s, const BoxRows<T>& rows, int64_t q, int n, Vector* out) const {
-        if (n == 4) {
+        if (n == 4 && q % 4 == 0) {  // else they may lie in two blocks
             bool all = true, all_mild = true;
             T widest = width;
             for (int i = 0; i < 4; ++i) {
