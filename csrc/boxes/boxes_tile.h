@@ -160,9 +160,8 @@ template <class V>
     return (a - (d - back)) - (b + back);
 }
 
-// Corners as load_corners() has them, their exponentials if wanted, and their bounds. Exponentials are about the middle
-// of the settings, or about those of the boxes themselves, which then go to
-// own_middles[d step].
+// Corners as load_corners() has them, their exponentials if wanted, and their bounds. Exponentials are about the centre
+// of the settings, or about the middles of the boxes themselves, which then go to own_middles[d step].
 template <class T>
 inline BoxBounds<T> load_boxes(const BoxModel& m, const BoxSettings<T>& s, const BoxTable& t, int64_t first,
                                const int64_t* index, int64_t count, T* z, T* Z, T* P, T* Q, int64_t step,

@@ -315,6 +315,14 @@ class Product {
     }
 
     template <int MR, int NV>
+    [[gnu::always_inline]] static void copy(const Vector (&from)[MR][NV], Vector (&to)[MR][NV]) {
+#pragma GCC unroll 16
+        for (int r = 0; r < MR; ++r)
+#pragma GCC unroll 2
+            for (int s = 0; s < NV; ++s) to[r][s] = from[r][s];
+    }
+
+    template <int MR, int NV>
     static void complex_tile(int64_t depth, const Left& left, int64_t i, const Panel& re, const Panel& difference,
                              const Panel& total, T* cr, T* ci, int64_t ldc, bool add) {
         Vector acc[MR][NV] = {}, aside[MR][NV];
@@ -328,16 +336,10 @@ class Product {
                     Gem::store(to, add ? acc[r][s] + Gem::load(to) : acc[r][s]);
                 }
         };
-#pragma GCC unroll 16
-        for (int r = 0; r < MR; ++r)
-#pragma GCC unroll 2
-            for (int s = 0; s < NV; ++s) aside[r][s] = acc[r][s];
+        copy(acc, aside);
         accumulate<false>(depth, left.re + i * left.row, left.row, left.col, difference, acc);
         put(ci);
-#pragma GCC unroll 16
-        for (int r = 0; r < MR; ++r)
-#pragma GCC unroll 2
-            for (int s = 0; s < NV; ++s) acc[r][s] = aside[r][s];
+        copy(aside, acc);
         accumulate<true>(depth, left.im + i * left.row, left.row, left.col, total, acc);
         put(cr);
     }
